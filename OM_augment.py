@@ -69,7 +69,7 @@ from Inference.draws import (
 )
 from Inference.labels import carry, without_affine
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
-from Inference.nnunet import cases_of, check_name, require_one_grid, write_dataset
+from Inference.nnunet import cases_of, write_dataset
 from Inference.outputs import write_moved
 from Inference.registration import register
 from Runtime import run_lock
@@ -169,10 +169,7 @@ def make_job(args):
     Also prepares this process to draw. Raises InputError for unusable settings.
     """
     model = None if args.model == "none" else str(find_checkpoint(args.model))
-    job = {"seed": args.seed, "start": args.start, "model": model, "stride": args.stride or STRIDE,
-           "config": str(args.config or DEFAULTS), "overrides": args.overrides, "target": args.target,
-           "register": args.register, "condition": args.condition, "slices": args.slices, "labels": args.labels,
-           "out": args.out, "device": args.device}
+    job = {**vars(args), "model": model, "stride": args.stride or STRIDE, "config": str(args.config or DEFAULTS)}
     prepare_worker(job)
     cfg = WORKER["cfg"]
     if args.stride and cfg["copies.recover"] == "published":
@@ -213,12 +210,7 @@ def read_items(args, cfg):
     else:
         items = [read_one(args.image, dims)]
         items[0]["label"] = Path(args.label) if args.label else None
-    if args.nnunet:
-        check_name(args.nnunet)
-        items = cases_of(items)
-        for item in items:
-            require_one_grid(item, dims)
-    return items
+    return cases_of(args.nnunet, items, dims) if args.nnunet else items
 
 
 def read_one(path, dims):
@@ -273,10 +265,11 @@ def target_of(item, rng_key):
     return pick_target(others, rng_key) if others else None
 
 
-def read_item(item, dims, labels):
+def read_item(item, dims, labels, nnunet):
     """The arrays of a volume to deform: tuples of kind, path, array (D, H, W) or (H, W), affine 4x4 and warp mode.
 
-    The image comes first, then its further channels, label and mask. labels: warp mode of label maps.
+    The image comes first, then its further channels, label and mask. labels: warp mode of label maps. nnunet: whether
+    nnU-Net will read them.
     """
     image, affine = read_volume(item["image"], dims)
     require_image(item["image"], image)
@@ -288,6 +281,9 @@ def read_item(item, dims, labels):
     for kind, read in (("label", read_label), ("mask", read_numbers)):
         if item[kind]:
             array, own_affine = read_beside(item, kind, image.shape, affine, read)
+            if kind == "label" and nnunet and array.min() < 0:
+                raise InputError(f"{item[kind]}: there is a label {array.min()}, but nnU-Net's labels begin at 0; "
+                                 "renumber it, or leave out --nnunet.")
             whole = np.rint(array)  # a scale factor in the header may change whole numbers a little
             soft = kind == "mask" and (np.abs(array - whole) > ROUNDED * np.maximum(1, np.abs(whole))).any()
             files.append((kind, item[kind], array if soft or kind == "label" else whole, own_affine,
@@ -303,7 +299,8 @@ def try_draws(item, draws):
 def make_draws(item, draws):
     """Write some draws of one volume. draws: their numbers. Returns: their records."""
     job, out = WORKER["job"], Path(WORKER["job"]["out"])
-    volume, digests = read_item(item, WORKER["cfg"]["model.dims"], job["labels"]), source_digests(item)
+    volume = read_item(item, WORKER["cfg"]["model.dims"], job["labels"], job["nnunet"])
+    digests = source_digests(item)
     records = []
     for draw in draws:
         rng_key = (job["seed"], subject_number(item["id"]), draw)

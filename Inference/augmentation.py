@@ -268,7 +268,7 @@ def place(image, affine, cfg, mask=None, channels=()):
     return torch.from_numpy(np.stack([array for array, _ in placed]))[None], placed[0][1]
 
 
-def focus(images, affine, cfg, mask=None):
+def focus(images, affine, cfg, mask):
     """The box of the mask or the foreground on which the grid is centred; None without data.crop_above.
 
     images: the channels of the volume.

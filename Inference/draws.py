@@ -49,7 +49,7 @@ def draw_settings(job, cfg, targets):
     return json.loads(json.dumps(settings))
 
 
-def claim_folder(out, settings, items, whole=False):
+def claim_folder(out, settings, items, whole):
     """Use an empty folder, or continue in one whose draws were made with the same settings.
 
     out: Path of a folder that this process has locked. settings: from `draw_settings`. items: the volumes to deform.

@@ -75,14 +75,14 @@ def without_affine(field, matrix, affine):
     return then_affine(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None], back)[0].numpy()
 
 
-def label_at(label, points, sigma=SIGMA):
+def label_at(label, points):
     """A label map at points between its voxels, without the staircase of nearest-neighbour sampling.
 
     Each label becomes an image, 1 in its voxels and 0 elsewhere. Smoothing this image and sampling it linearly gives
     the label's share at each point; the background has the rest up to 1. The label with the largest share wins.
     Smoothing removes parts thinner than about two voxels. Where it removes a part of a structure, or a gap, points get
     the label of the nearest voxel. So do points at a voxel, so that a zero field changes nothing.
-    label: (D, H, W) or (H, W) integers. points: (N, *out) in voxels of it. sigma: of the Gaussian, in voxels.
+    label: (D, H, W) or (H, W) integers. points: (N, *out) in voxels of it.
     Returns: (*out) of the label's dtype; 0 outside the volume. A label that is not in the volume never appears.
     """
     last = np.reshape(label.shape, (-1, 1)) - 1
@@ -93,7 +93,7 @@ def label_at(label, points, sigma=SIGMA):
     found = label[tuple(nearest)]
     between = np.flatnonzero((np.abs(points - nearest) > AT_VOXEL).any(0))
     if between.size:
-        shares = label_shares(label, sigma)
+        shares = label_shares(label)
         thin = lost_voxels(label, shares)[tuple(nearest[:, between])]
         found[between] = np.where(thin, found[between], largest_share(shares, points[:, between], label.dtype))
     out = np.zeros(np.prod(shape), label.dtype)
@@ -101,7 +101,7 @@ def label_at(label, points, sigma=SIGMA):
     return out.reshape(shape)
 
 
-def label_shares(label, sigma):
+def label_shares(label):
     """The share of every label of a map but 0: {value: (corner, share)}, ascending.
 
     label: (D, H, W) or (H, W) integers. corner: (N, 1), the first voxel of the box in which the share may be above 0.
@@ -114,7 +114,7 @@ def label_shares(label, sigma):
         if value:
             wide = tuple(slice(max(side.start - REACH, 0), side.stop + REACH) for side in box)
             # mode "nearest": a structure cut off by the field of view continues beyond it.
-            share = ndimage.gaussian_filter((label[wide] == value).astype(np.float32), sigma, mode="nearest",
+            share = ndimage.gaussian_filter((label[wide] == value).astype(np.float32), SIGMA, mode="nearest",
                                             radius=REACH - 1)
             shares[value] = np.reshape([side.start for side in wide], (-1, 1)), share
     return shares
@@ -165,19 +165,19 @@ def lost_voxels(label, shares):
     return lost
 
 
-def vote(maps, sigma=VOTE_SIGMA):
+def vote(maps):
     """The majority label in each voxel of several maps of one volume, such as several labelled volumes warped to it.
 
     The votes are smoothed slightly, so that the neighbourhood decides between labels with equal votes, and isolated
     voxels follow the majority around them.
-    maps: list of (*size) integers. sigma: of the Gaussian, in voxels.
+    maps: list of (*size) integers.
     Returns: label (*size) of the maps' dtype; agreement (*size) float32, the share of the maps that have this label.
     """
     maps = np.stack(maps)
     winner, most = np.zeros(maps.shape[1:], maps.dtype), np.full(maps.shape[1:], -1.0, np.float32)
     for value in np.unique(maps):
         votes = (maps == value).mean(0, dtype=np.float32)
-        votes = ndimage.gaussian_filter(votes, sigma) if len(maps) > 1 else votes
+        votes = ndimage.gaussian_filter(votes, VOTE_SIGMA) if len(maps) > 1 else votes
         winner = np.where(votes > most, value, winner)
         most = np.maximum(votes, most)
     return winner, (maps == winner).mean(0, dtype=np.float32)

@@ -81,8 +81,10 @@ class RandDeformationd(Base):
             return result
         field = self.draw(data, first)
         for key, mode in entries:
-            channels = [deform(channel, field, mode) for channel in plain(result[key])]
-            result[key] = like(np.stack(channels), result[key])
+            value = result[key]
+            moved = np.stack([deform(channel, field, mode) for channel in plain(value)])
+            # A copy keeps dtype, device and meta data of a tensor.
+            result[key] = value.detach().clone().copy_(torch.from_numpy(moved)) if torch.is_tensor(value) else moved
         if self.field_key:
             result[self.field_key] = field
         return result
@@ -134,8 +136,7 @@ class Registerd:
         missing = [key for key in wanted if key not in data]
         if missing:
             raise InputError(f"{missing[0]}: no such entry in the dictionary; correct the keys.")
-        fixed_affine, moving_affine = (np.eye(4) if (affine := affine_of(data, key)) is None else affine
-                                       for key in (self.fixed_key, self.moving_key))
+        fixed_affine, moving_affine = (affine_of(data, key) for key in (self.fixed_key, self.moving_key))
         fixed, moving = plain(data[self.fixed_key]), plain(data[self.moving_key])
         found = register((fixed[0], fixed_affine), (moving[0], moving_affine), **self.options,
                          fixed_channels=fixed[1:self.channels], moving_channels=moving[1:self.channels])
@@ -156,15 +157,14 @@ class Registerd:
 
 def place(result, key, array, fixed_key, fixed_affine):
     """Replace an entry by an array on the grid of the fixed volume, with the type of the entry."""
-    value = result[key]
-    if not isinstance(value, torch.Tensor):
-        result[key] = array
-    elif hasattr(value, "meta"):  # a MetaTensor
+    value, placed = result[key], array
+    if isinstance(value, torch.Tensor):
+        placed = torch.from_numpy(array).to(value.device, value.dtype)
+    if hasattr(value, "meta"):  # a MetaTensor
         fixed = getattr(result[fixed_key], "affine", torch.from_numpy(fixed_affine))
-        meta = {name: word for name, word in value.meta.items() if name != "affine"}
-        result[key] = type(value)(torch.from_numpy(array).to(value.device, value.dtype), affine=fixed, meta=meta)
-    else:
-        result[key] = torch.from_numpy(array).to(value.device, value.dtype)
+        placed = type(value)(placed, affine=fixed, meta={name: word for name, word in value.meta.items()
+                                                         if name != "affine"})
+    result[key] = placed
     meta = result.get(f"{key}_meta_dict")
     if meta is not None:
         result[f"{key}_meta_dict"] = {**meta, "affine": fixed_affine, "spatial_shape": np.array(array.shape[1:])}
@@ -184,23 +184,14 @@ def plain(value):
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def like(array, value):
-    """An array as the type of `value`: an array, or a tensor with the same dtype, device and meta data."""
-    if not isinstance(value, torch.Tensor):
-        return array
-    return value.detach().clone().copy_(torch.from_numpy(array))
-
-
 def affine_of(data, key):
-    """The 4x4 affine of an entry, or None. A 2D volume's 3x3 becomes 4x4."""
-    affine = getattr(data[key], "affine", None)
+    """The 4x4 affine of an entry, the identity if it has none. A 2D volume's 3x3 becomes 4x4."""
+    affine, full = getattr(data[key], "affine", None), np.eye(4)
     if affine is None:
         affine = (data.get(f"{key}_meta_dict") or {}).get("affine")
-    if affine is None:
-        return None
-    affine = plain(affine).astype(np.float64)
-    dims = len(affine) - 1
-    full = np.eye(4)
-    full[:dims, :dims] = affine[:dims, :dims]
-    full[:dims, 3] = affine[:dims, dims]
+    if affine is not None:
+        affine = plain(affine).astype(np.float64)
+        dims = len(affine) - 1
+        full[:dims, :dims] = affine[:dims, :dims]
+        full[:dims, 3] = affine[:dims, dims]
     return full

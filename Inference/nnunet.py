@@ -24,31 +24,25 @@ NAME = re.compile(r"Dataset\d{3}_[\w-]+")
 FOLDS = 5
 
 
-def cases_of(items):
+def cases_of(name, items, dims):
     """The cases of a list of images, grouped by `group_channels` unless they already are.
 
-    Raises InputError for a case without a label.
+    name: of the data set. Raises InputError for a name that nnU-Net would not find, a case without a label, and a
+    channel on another grid than the first one of its case.
     """
+    if not NAME.fullmatch(name):
+        raise InputError(f"--nnunet {name}: nnU-Net needs three digits in the name, such as Dataset501_Brains.")
     cases = items if any("channels" in item for item in items) else group_channels(items)
     for case in cases:
         if case["label"] is None:
             raise InputError(f"{case['image']}: it has no label, and nnU-Net needs one for every case; leave it out "
                              "with --ids, or leave out --nnunet.")
+    for case in cases:
+        grid = read_header(case["image"], dims)
+        for path in case["channels"]:
+            if not same_grid(*grid, *read_header(path, dims)):
+                raise InputError(f"{path}: the channel is on another grid than {case['image']}; resample it.")
     return cases
-
-
-def check_name(name):
-    """Raise InputError for a name that nnU-Net would not find."""
-    if not NAME.fullmatch(name):
-        raise InputError(f"--nnunet {name}: nnU-Net needs three digits in the name, such as Dataset501_Brains.")
-
-
-def require_one_grid(item, dims):
-    """Raise InputError if a channel of a case is on a different grid from the first."""
-    shape, affine = read_header(item["image"], dims)
-    for path in item["channels"]:
-        if not same_grid(shape, affine, *read_header(path, dims)):
-            raise InputError(f"{path}: the channel is on another grid than {item['image']}; resample it.")
 
 
 def list_of(data):
@@ -95,7 +89,7 @@ def names_in(data):
                  for some in (pairs, channels.items()))
 
 
-def write_dataset(out, name, items, draws, dims, data=None):
+def write_dataset(out, name, items, draws, dims, data):
     """Write the data set of all cases and their draws beside the draws themselves.
 
     out: folder of OM_augment.py. name: of the data set. items: from `group_channels`. draws: copies of each case.
@@ -103,8 +97,6 @@ def write_dataset(out, name, items, draws, dims, data=None):
     """
     folder = out / name
     numbers = sorted({int(number) for item in items for number in np.unique(read_label(item["label"], dims)[0])} | {0})
-    if numbers[0] < 0:
-        raise InputError(f"--nnunet: there is a label {numbers[0]}, but nnU-Net's labels begin at 0; renumber it.")
     shutil.rmtree(folder, ignore_errors=True)  # it is made from the draws alone; fewer draws leave fewer cases
     for item in items:
         write_case(folder, item["id"], [item["image"], *item["channels"]], item["label"], numbers, dims, copy)

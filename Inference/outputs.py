@@ -9,22 +9,14 @@ import torch
 
 from Dataloader.datalist import volume_id
 from Dataloader.grids import same_grid, slabs
-from Dataloader.nifti import (
-    move_points,
-    read_header,
-    read_raw_header,
-    stored_type,
-    write_field,
-    write_field_learn2reg,
-    write_volume,
-)
+from Dataloader.nifti import read_header, read_raw_header, stored_type, write_field, write_field_learn2reg, write_volume
 from Dataloader.transforms import write_field_h5, write_matrix
 from Diffusion.fields import jacobian_determinant
 from Inference.labels import apply_label
 from Inference.pair_figures import pair_figure, read_pair, write_pair_page, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of
 from Inference.results import file_digests, output_files, remove_outputs, require_apart, source_digests, write_results
-from Inference.scores import COLUMNS, label_scores, point_scores, said_of_labels
+from Inference.scores import COLUMNS, label_scores, moved_points, point_scores, said_of_labels
 from Inference.verdict import judge, judge_list
 from Report.page import figure_png
 from Runtime.errors import InputError, attempt
@@ -114,7 +106,7 @@ def make_folder(path):
         raise InputError(f"{path}: the folder cannot be created ({error.strerror}); choose another --out.") from None
 
 
-def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=None, also=()):
+def write_pair(folder, pair, result, warped_label, points_mm, disp, also):
     """Write the files of a registration.
 
     folder: where warped.nii.gz, field.nii.gz, jacobian.nii.gz and, if present, warped_label.nii.gz,
@@ -192,12 +184,8 @@ def write_points(path, points_mm, field, affine):
 
     points_mm: (P, 3) mm, RAS. field: (N, *fixed) in voxels. affine: 4x4 of the fixed volume.
     """
-    if len(field) == 2:  # one plane of a 3D field
-        field = np.concatenate([field, np.zeros_like(field[:1])])[..., None]
-    lines = ["x,y,z"]
-    for point in move_points(points_mm, field, affine):
-        lines.append("{:.6f},{:.6f},{:.6f}".format(*point))
-    write_file(path, "\n".join(lines) + "\n")
+    lines = ["{:.6f},{:.6f},{:.6f}\n".format(*point) for point in moved_points(points_mm, field, affine)]
+    write_file(path, "x,y,z\n" + "".join(lines))
 
 
 def grid_header(header):

@@ -43,7 +43,7 @@ def read_pairs_to_register(path, key=None):
     Raises InputError naming the file for a list that cannot be read, unknown keys and repeated names.
     """
     path = _list_of(Path(path))
-    content = table_entries(path) if path.suffix.lower() == ".csv" else _read_list(path)
+    content = _read_list(path, (*TO_REGISTER, "name"))
     entries, training = content, []
     if isinstance(content, dict):
         key = key or next((name for name in LISTS if content.get(name)), "pairs")
@@ -68,14 +68,6 @@ def _list_of(path):
         return lists[0]
     raise InputError(f"{path}: a folder does not define pairs; add --fixed F to register all of its volumes to F, "
                      "or list the pairs in a .csv with the columns fixed and moving.")
-
-
-def table_entries(path):
-    """The rows of a .csv table as the objects of a JSON list. Columns other than TO_REGISTER and name are left out."""
-    if not path.is_file():
-        raise InputError(f"{path}: no such list of pairs; check the path.")
-    _, rows = read_csv(path, (*TO_REGISTER, "name"))
-    return [entry for _, entry in rows]
 
 
 def pairs_onto(fixed, moving, labels=(), fixed_label=None):
@@ -148,11 +140,8 @@ def read_pairs_to_score(path):
     entries = content.get("pairs") if isinstance(content, dict) else content
     _require_entries(path, entries, "fixed_label, moving_label, field")
     if not isinstance(content, dict) or "settings" not in content:
-        pairs = []
-        for number, entry in enumerate(entries, 1):
-            files = pair_files(path, number, entry, TO_SCORE)
-            pairs.append({"name": str(entry.get("name", f"pair {number}")), **files})
-        return pairs, None
+        return [{"name": str(entry.get("name", f"pair {number}")), **pair_files(path, number, entry, TO_SCORE)}
+                for number, entry in enumerate(entries, 1)], None
     if "config" not in content["settings"]:
         raise InputError(f"{path}: results of {content['settings'].get('program', 'another program')}, not of "
                          "OM_register.py; list the files to score in a JSON list.")
@@ -160,8 +149,7 @@ def read_pairs_to_score(path):
         print(f"warning: {path}: {entry['name']} was not registered and is not scored ({entry['reason']})",
               file=sys.stderr)
     if not content["complete"]:
-        print(f"warning: {path}: the registration did not finish; run it again to continue",
-              file=sys.stderr)
+        print(f"warning: {path}: the registration did not finish; run it again to continue", file=sys.stderr)
     pairs, resample = [], content["settings"].get("resample_labels", False)
     keys = {"fixed_label": "fixed_label", "moving_label": "moving_label", "points": "fixed_points",
             "moving_points": "moving_points"}
@@ -173,9 +161,12 @@ def read_pairs_to_score(path):
     return pairs, content["settings"]["config"]["model.dims"]
 
 
-def _read_list(path):
+def _read_list(path, columns=()):
+    """The content of a JSON file, or the rows of a .csv table of some columns as a JSON list would have them."""
     if not path.is_file():
         raise InputError(f"{path}: no such list of pairs; check the path.")
+    if columns and path.suffix.lower() == ".csv":
+        return [entry for _, entry in read_csv(path, columns)[1]]
     return read_json(path)
 
 
@@ -186,14 +177,9 @@ def _require_entries(path, entries, wanted, key=None):
 
 def _training_labels(folder, training):
     """{image: label} of a Decathlon list. Entries with several channels are skipped: a pair needs single volumes."""
-    labels = {}
-    for entry in training:
-        if not isinstance(entry, dict):
-            continue
-        image, label = entry.get("image"), entry.get("label")
-        if isinstance(image, str) and isinstance(label, str):
-            labels[folder / image] = folder / label
-    return labels
+    files = [(entry.get("image"), entry.get("label")) for entry in training if isinstance(entry, dict)]
+    return {folder / image: folder / label for image, label in files
+            if isinstance(image, str) and isinstance(label, str)}
 
 
 def _pair_to_register(path, number, entry, labels):
@@ -213,10 +199,7 @@ def _pair_to_register(path, number, entry, labels):
 
 def _label_of(image, labels):
     """The existing label file of an image, or None. labels: from `_training_labels`."""
-    candidates = [labels.get(image)]
-    folder = image.parent
-    if (beside := label_beside(image)) is not None:
-        candidates.append(beside)
+    candidates, folder = [labels.get(image), label_beside(image)], image.parent
     if folder.name.startswith("images"):
         candidates.append(folder.parent / folder.name.replace("images", "labels") / image.name)
     return next((path for path in candidates if path and path.is_file()), None)

@@ -69,7 +69,7 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
 
     moving, fixed: (1, C, *spatial) intensities in 0 .. 1 on one isotropic grid; channels have equal weight.
     field: (1, N, *spatial) displacement in voxels to start from, or None.
-    steps: total number, divided equally among refine.levels resolutions; 0 leaves the field unchanged.
+    steps: total number, 1 or more, divided equally among refine.levels resolutions.
     cfg: flat config with its refine.* and registration.* keys. progress: show a bar.
     moving_mask, fixed_mask: (1, 1, *spatial), 0 .. 1, the weight of each voxel; None for equal weights.
     structures: a network's segmentations of moving and fixed, (2, K, *spatial), 0 .. 1; or None.
@@ -77,9 +77,6 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
     """
     pair = {"moving": moving, "fixed": fixed, "moving_mask": moving_mask, "fixed_mask": fixed_mask,
             "structures": structures}
-    if not steps:
-        return field.float() if field is not None else torch.zeros(1, fixed.dim() - 2, *fixed.shape[2:],
-                                                                   device=fixed.device)
     with torch.no_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
         weight, levels = weight_for(pair, field, cfg), level_steps(fixed.shape[2:], steps, cfg)
         return resize_field(deformed(pair, field, levels, weight, cfg, bar.update), fixed.shape[2:])

@@ -32,14 +32,7 @@ from Inference.labels import apply_field, apply_label, carry
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import disp_name, make_folder, require_own_disps, write_points, write_row, write_warped
 from Inference.pair_figures import means, write_report
-from Inference.pair_lists import (
-    CHANNELS,
-    TO_REGISTER,
-    channels_of,
-    pairs_onto,
-    read_pairs_to_register,
-    require_images,
-)
+from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, pairs_onto, read_pairs_to_register, require_images
 from Inference.registration import memory_needed, overlap_percent, register_from
 from Inference.results import PARTS, do_all, parts_of, require_apart, write_results
 from Inference.scores import point_scores
@@ -64,8 +57,7 @@ def asked_pairs(args):
         pairs = read_pairs_to_register(args.pairs, args.list)
     elif is_list(args):
         moving = [args.pairs] if args.pairs else args.moving
-        of_fixed = {"fixed_mask": args.fixed_mask, "points": args.points}
-        of_fixed = {key: Path(path) for key, path in of_fixed.items() if path}
+        of_fixed = {key: Path(getattr(args, key)) for key in ("fixed_mask", "points") if getattr(args, key)}
         pairs = [{**pair, **of_fixed} for pair in pairs_onto(args.fixed, moving, args.moving_label, args.fixed_label)]
     else:
         if max(len(args.fixed_channels), len(args.moving_channels)) >= MOST_CHANNELS:
@@ -81,12 +73,12 @@ def asked_pairs(args):
     return pairs
 
 
-def asked_model(args, dims):
-    """The model or None, and the config. dims: axes of the volumes, for a registration without a model."""
+def asked_model(args):
+    """The model or None, and the config. args.dims: axes of the volumes, for a registration without a model."""
     if args.model != "none":
         model = load_model(args.model, args.device, args.set)
         return model, model[1]
-    return None, load_config(args.config or DEFAULTS, [*args.set, f"model.dims={dims}"])
+    return None, load_config(args.config or DEFAULTS, [*args.set, f"model.dims={args.dims}"])
 
 
 def settings_of(args, model, cfg):
@@ -142,7 +134,7 @@ def register_all(args):
     prepare_device(args.device, 0)
     pairs = asked_pairs(args)
     args.dims = args.dims or dims_of(pairs)
-    model, cfg = asked_model(args, args.dims)
+    model, cfg = asked_model(args)
     settings = settings_of(args, model, cfg)
     if args.learn2reg:
         require_own_disps(pairs, cfg["model.dims"])
@@ -156,14 +148,14 @@ def register_all(args):
         args.home = home = out / PARTS / f"{number}_of_{count}"
         pairs = pairs[number - 1::count]
     make_folder(home)
-    tokens, beside = {}, []
+    beside = []
     if args.part:  # what the whole list or another division has done is kept, but neither may be at work
         beside = [each for each in (out, *parts_of(out)) if each != home]
         for each in (each for each in beside if each == out or each.name.rpartition("_of_")[2] != str(count)):
             run_lock.require_free(each)
-    try:
+    with contextlib.ExitStack() as locks:
         for each in (home, *parts_of(home)):
-            tokens[each] = run_lock.lock_results(each)
+            locks.callback(run_lock.unlock, each, run_lock.lock_results(each))
         (home / "report.html").unlink(missing_ok=True)
         print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
         tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
@@ -178,9 +170,6 @@ def register_all(args):
         write_results(home, rows, failed, settings, complete=True)
         if "bids" in args.also:
             write_bids(out)
-    finally:
-        for each, token in tokens.items():
-            run_lock.unlock(each, token)
     for entry in failed:
         print(f"error: {entry['name']}: {entry['reason']}" if is_list(args) else f"error: {entry['reason']}",
               file=sys.stderr)
@@ -195,7 +184,7 @@ def register_all(args):
 def begin_worker(args):
     """Fill WORKER in a process of --workers."""
     prepare_device(args.device, 0)
-    model, cfg = asked_model(args, args.dims)
+    model, cfg = asked_model(args)
     WORKER.update(args=args, model=model, cfg=cfg)
 
 
@@ -203,11 +192,11 @@ def register_pair(pair, folder, earlier):
     """Register one pair, write its files into `folder`, and return its row of the results."""
     args, model, cfg = WORKER["args"], WORKER["model"], WORKER["cfg"]
     dims, out = cfg["model.dims"], args.home
-    if all(key in pair for key in ("points", "moving_points")):  # unequal numbers are told before the work
-        point_scores(read_points(pair["points"]), read_points(pair["moving_points"]), pair, None, None)
+    points_mm = [read_points(pair[key]) if key in pair else None for key in ("points", "moving_points")]
+    if all(points is not None for points in points_mm):  # unequal numbers are told before the work
+        point_scores(*points_mm, pair, None, None)
     require_apart(folder, [pair[key] for key in TO_REGISTER if key in pair])
     disp = Path(args.out) / disp_name(pair, dims) if args.learn2reg else None
-    points_mm = [read_points(pair[key]) if key in pair else None for key in ("points", "moving_points")]
     labels = [read_own_label(pair, side, dims, args) for side in ("fixed", "moving")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they are in the row, and printed from there

@@ -152,7 +152,6 @@ class Solution:
     structures: torch.Tensor | None  # a network's segmentations of moving and fixed, as shares, (2, K, *work)
     smoothing: float | None  # refine.weight; None without refinement
     seconds: dict[str, float]  # affine, network, refine
-    warnings: list[str]
 
 
 def register(fixed, moving, model=None, affine: bool | str = True, refine: bool | int = True, start="auto",
@@ -245,7 +244,7 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
 # Read: the volumes and the network
 # ---------------------------------------------------------------------------------------------------------------------
 
-def memory_needed(shape, moving_shape, images=1, inverse=False):
+def memory_needed(shape, moving_shape, images, inverse):
     """The most host memory that `register` takes, in bytes, without that of a network.
 
     shape, moving_shape: of the two volumes. images: number on each grid, with masks and channels. inverse: as there.
@@ -261,19 +260,18 @@ def require_memory(fixed, moving, images, inverse):
     shapes = shape_of(fixed), shape_of(moving)
     if None in shapes:
         return  # reading the file reports the problem
-    needed, names = memory_needed(*shapes, images, inverse), [
-        str(side) if is_path(side) else word for side, word in ((fixed, "fixed"), (moving, "moving"))]
-    for look in (lambda: None, memory.trim):  # the C library may still hold what the previous pair freed
-        look()
+    needed, free = memory_needed(*shapes, images, inverse), memory.measure(torch.device("cpu"))["host_free"]
+    if free is not None and needed > free:
+        memory.trim()  # the C library may still hold what the previous pair freed
         free = memory.measure(torch.device("cpu"))["host_free"]
-        if free is None or needed <= free:
-            return
-    raise InputError(f"{' and '.join(names)}: to register them takes up to {needed / 2 ** 30:.1f} GiB of memory, and "
-                     f"{free / 2 ** 30:.1f} GiB are free; resample them to larger voxels, leave out the inverse, use "
-                     "fewer workers, or take a machine with more.")
+    if free is not None and needed > free:
+        names = [str(side) if is_path(side) else word for side, word in ((fixed, "fixed"), (moving, "moving"))]
+        raise InputError(f"{' and '.join(names)}: to register them takes up to {needed / 2 ** 30:.1f} GiB of memory, "
+                         f"and {free / 2 ** 30:.1f} GiB are free; resample them to larger voxels, leave out the "
+                         "inverse, use fewer workers, or take a machine with more.")
 
 
-def read_side(source, side, mask=None, channels=()):
+def read_side(source, side, mask, channels):
     """One volume of a pair with its mask and further channels. side: "fixed" or "moving". Others as for `register`."""
     volume = read_source(source, side)
     if 1 in volume.array.shape:
@@ -466,13 +464,13 @@ def start_matrix(start, shape, affine, moving_shape, moving_affine):
 
     shape, affine, moving_shape, moving_affine: of the two files. Raises InputError for another start.
     """
-    if isinstance(start, str) and start not in STARTS[1:]:
-        raise InputError(f"start must be {', '.join(STARTS)} or a 4x4 matrix, not {start!r}.")
     if not isinstance(start, str):
         matrix = np.array(start, np.float64)
         if matrix.shape != (4, 4) or not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
             raise InputError(f"start must be {', '.join(STARTS)} or an invertible 4x4 matrix, not {matrix.tolist()}.")
         return matrix
+    if start not in STARTS[1:]:
+        raise InputError(f"start must be {', '.join(STARTS)} or a 4x4 matrix, not {start!r}.")
     matrix = np.eye(4)
     if start == "centre":
         middle_mm, moving_middle_mm = (own @ [*((np.array(size) - 1) / 2), *[0] * (3 - len(size)), 1]
@@ -521,7 +519,7 @@ def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):
 # Solve: the field of the working grid
 # ---------------------------------------------------------------------------------------------------------------------
 
-def solve(net, placed, fixed, moving, refine, cfg, device, progress=False, known=None):
+def solve(net, placed, fixed, moving, refine, cfg, device, progress, known):
     """The field that the network, the refinement or both find for a placed pair: Solution.
 
     net: or None. placed: from `align`. fixed, moving: Volumes. refine: steps, 0 for none. known: start, or None.
@@ -550,7 +548,6 @@ def solve(net, placed, fixed, moving, refine, cfg, device, progress=False, known
         placed = dataclasses.replace(placed, overlap_percent=own.overlap_percent, work_affine=own.work_affine,
                                      pair=own.pair)
         pair = _on_device(placed.pair, device)
-    sentences = _warnings(placed, fixed, moving)
     if refine:
         began = time.perf_counter()
         smoothing = weight_for({**pair, "structures": structures}, field, cfg)
@@ -562,25 +559,12 @@ def solve(net, placed, fixed, moving, refine, cfg, device, progress=False, known
         field = torch.zeros(1, fixed.array.ndim, *pair["fixed"].shape[2:])
     if not bool(torch.isfinite(field).all()):
         raise InputError("The field has NaN or infinite numbers; use another checkpoint, or try --set run.amp=off.")
-    return Solution(placed, field.cpu(), structures, smoothing, seconds, sentences)
+    return Solution(placed, field.cpu(), structures, smoothing, seconds)
 
 
 def _on_device(pair, device):
     """A dict of arrays (C, *spatial) or None as tensors with a batch axis, (1, C, *spatial), on a device."""
     return {key: None if array is None else torch.from_numpy(array)[None].to(device) for key, array in pair.items()}
-
-
-def _warnings(placed, fixed, moving):
-    """What the user should know before trusting the result, a list of sentences; each is also issued as a warning."""
-    sentences = []
-    if placed.overlap_percent < FAR_APART:
-        advice = "check that both show the same part of the body" if placed.alignment else (
-            "align them first with --affine" + " or --start centre" * (placed.start == "header"))
-        sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % of the field of view of {fixed.name}: "
-                         f"{advice}.")
-    for sentence in sentences:
-        warnings.warn(sentence, stacklevel=4)
-    return sentences
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -593,13 +577,17 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
     field = total_field(solution.field, np.linalg.inv(work_affine) @ fixed.affine,
                         np.linalg.inv(fixed.affine) @ placed.matrix @ work_affine, fixed.array.shape)
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
-    sentences, more = list(solution.warnings), {}
+    sentences, more = [], {}
+    if placed.overlap_percent < FAR_APART:
+        advice = "check that both show the same part of the body" if placed.alignment else (
+            "align them first with --affine" + " or --start centre" * (placed.start == "header"))
+        sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % of the field of view of {fixed.name}: "
+                         f"{advice}.")
     own_mm, used_mm = (np.exp(np.log(np.linalg.norm(each[:3, :fixed.array.ndim], axis=0)).mean())
                        for each in (fixed.affine, work_affine))
     if fixed.array.size > grids.MOST_VOXELS and used_mm > 1.001 * own_mm:
         sentences.append(f"{fixed.name} has {fixed.array.size / 1e6:.0f} million voxels: the field is found on a grid "
                          f"of {used_mm:.3g} mm and brought back to its own.")
-        warnings.warn(sentences[-1], stacklevel=3)
     if inverse:
         more["inverse"], rest = inverse_field(
             solution.field, np.linalg.inv(placed.matrix @ work_affine) @ moving.affine,
@@ -610,7 +598,8 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
             sentences.append(f"the inverse field did not converge: {missed_percent:.2g} % of the points of "
                              f"{moving.name} miss by up to {most_mm:.2g} mm after going there and back, mostly where "
                              "the field folds; do not use the inverse there.")
-            warnings.warn(sentences[-1], stacklevel=3)
+    for sentence in sentences:
+        warnings.warn(sentence, stacklevel=3)
     if solution.structures is not None:
         shares, labels = solution.structures.float().cpu(), segmented_labels(cfg)
         for side, volume, share, to_world in (("moving", moving, shares[:1], placed.matrix @ work_affine),
@@ -640,7 +629,7 @@ def total_field(work_field, before, after, shape):
     return field
 
 
-def inverse_field(work_field, before, after, shape, rounds=50):
+def inverse_field(work_field, before, after, shape):
     """As `total_field`, for the inverse of u: x -> after(y + v(y)) - x with v(y) = -u(y + v(y)) and y = before(x).
 
     Fixed-point iteration (Chen et al., Medical Physics 2008) at the points of the file's grid, so that v is not
@@ -652,12 +641,11 @@ def inverse_field(work_field, before, after, shape, rounds=50):
         own, back = _of_slab(before, after, slab)
         v = torch.zeros(1, len(shape), *missed[slab].shape)
         y = then_affine(v, own)
-        for _ in range(rounds):
+        for steps_left in reversed(range(51)):
             rest = v + warp(work_field, y + v, padding="border")
-            if float(rest.square().sum(1).max()) < 1e-6:
+            if not steps_left or float(rest.square().sum(1).max()) < 1e-6:
                 break
             v = v - 0.5 * rest
-        rest = v + warp(work_field, y + v, padding="border")
         inverse[:, slab], missed[slab] = _joined(v, own, back), rest.square().sum(1).sqrt()[0].numpy()
     return inverse, missed
 

@@ -211,13 +211,13 @@ def label_scores(label_maps, fixed, spacing_mm=None):
     return scores
 
 
-def said_of_labels(scores, most=5):
+def said_of_labels(scores):
     """Sentences about structures that only one of two label maps has; they name some. scores: of `label_scores`."""
     sentences = []
     for key, whose, missing in (("labels_lost", "fixed volume", "registered"),
                                 ("labels_extra", "moving volume", "fixed")):
         if labels := scores.get(key):
-            words = ", ".join(map(str, labels[:most])) + f" and {len(labels) - most} more" * (len(labels) > most)
+            words = ", ".join(map(str, labels[:5])) + f" and {len(labels) - 5} more" * (len(labels) > 5)
             sentences.append(f"of the labels of the {whose} the {missing} one lacks {words}.")
     return sentences
 
@@ -234,10 +234,15 @@ def point_scores(fixed_mm, moving_mm, pair, field, affine):
                          f"{pair['moving_points']} has {len(moving_mm)}; both must list the same points.")
     scores = {"tre_before_mm": float(np.linalg.norm(fixed_mm - moving_mm, axis=1).mean())}
     if field is not None:
-        if len(field) == 2:  # one plane of a 3D field
-            field = np.concatenate([field, np.zeros_like(field[:1])])[..., None]
-        scores["tre_mm"] = float(np.linalg.norm(move_points(fixed_mm, field, affine) - moving_mm, axis=1).mean())
+        scores["tre_mm"] = float(np.linalg.norm(moved_points(fixed_mm, field, affine) - moving_mm, axis=1).mean())
     return scores
+
+
+def moved_points(points_mm, field, affine):
+    """`move_points` for a field of 2D volumes too, one plane of a 3D one."""
+    if len(field) == 2:
+        field = np.concatenate([field, np.zeros_like(field[:1])])[..., None]
+    return move_points(points_mm, field, affine)
 
 
 def heading(column):

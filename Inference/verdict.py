@@ -33,17 +33,15 @@ def judge(scores):
     judged. The reason is that of the worst finding.
     """
     found = [finding for check in CHECKS for finding in check(scores)]
-    if not found:
-        return "ok", ""
-    return max(found, key=lambda finding: VERDICTS.index(finding[0]))
+    return max(found, key=lambda finding: VERDICTS.index(finding[0]), default=("ok", ""))
 
 
 def _level(value, limits, larger_is_worse=True):
-    """The verdict for one number, "ok" where it is None. limits: (doubtful, failed)."""
+    """The verdict for one number, None where it is ok or None. limits: (doubtful, failed)."""
     if value is None:
-        return "ok"
+        return None
     beyond = [value > limit if larger_is_worse else value < limit for limit in limits]
-    return VERDICTS[2 if beyond[1] else int(beyond[0])]
+    return "failed" if beyond[1] else "doubtful" if beyond[0] else None
 
 
 def _segmentation(scores):
@@ -60,14 +58,11 @@ def _affine(scores):
         yield "failed", "the affine part mirrors the volume: correct the initial matrix or the header."
     least, most = scores.get("scale_least"), scores.get("scale_most")
     if most is not None:
-        factor = most if most * least > 1 else 1 / least
-        level = _level(factor, SCALES)
-        if level != "ok":
-            word = "enlarges" if most * least > 1 else "shrinks"
+        word, factor = ("enlarges", most) if most * least > 1 else ("shrinks", 1 / least)
+        if level := _level(factor, SCALES):
             yield level, (f"the affine part {word} an axis {factor:.2g} times: check the voxel sizes in both headers, "
                           "and that both show the same.")
-    level = _level(scores.get("shear_degrees"), SHEAR_DEGREES)
-    if level != "ok":
+    if level := _level(scores.get("shear_degrees"), SHEAR_DEGREES):
         yield level, f"the affine part shears by {scores['shear_degrees']:.0f} degrees: look at the picture."
     if (scores.get("turn_degrees") or 0) > TURN_DEGREES:
         yield "doubtful", (f"the affine part turns by {scores['turn_degrees']:.0f} degrees from the headers: check "
@@ -85,7 +80,7 @@ def _alike(scores):
     if level == "doubtful" and two_modalities:
         yield level, ("the volumes look like two modalities and were compared by their structures: check the "
                       "picture, because no score shows whether they match.")
-    elif level != "ok":
+    elif level:
         yield level, (f"the volumes still differ strongly after the registration (similarity {after:.2f}): check "
                       "that both show the same organ.")
     if before is not None and after < before - LOST:
@@ -96,23 +91,19 @@ def _covered(scores):
     limits = COVERED_PERCENT
     if scores.get("compared_by", "correlation") != "correlation":
         limits = COVERED_PERCENT[0], 0.0  # where a volume shows nothing the other modality may show something
-    level = _level(scores.get("covered_percent"), limits, larger_is_worse=False)
-    if level != "ok":
+    if level := _level(scores.get("covered_percent"), limits, larger_is_worse=False):
         yield level, (f"the moving volume covers only {scores['covered_percent']:.0f} % of what the fixed one "
                       "shows: check that both show the same part of the body.")
 
 
 def _regular(scores):
-    level = _level(scores.get("folding_body_percent"), FOLDED_PERCENT)
-    if level != "ok":
+    if level := _level(scores.get("folding_body_percent"), FOLDED_PERCENT):
         yield level, f"the field folds in {scores['folding_body_percent']:.2g} % of the body: raise refine.weight."
-    level = _level(scores.get("stretched_percent"), STRETCHED_PERCENT)
-    if level != "ok":
+    if level := _level(scores.get("stretched_percent"), STRETCHED_PERCENT):
         yield level, ("the deformation changes the local volume more than fivefold in "
                       f"{scores['stretched_percent']:.0f} % of the body: check that the moving volume shows all of "
                       "it.")
-    level = _level(scores.get("inverse_error_mm"), INVERSE_ERROR_MM)
-    if level != "ok":
+    if level := _level(scores.get("inverse_error_mm"), INVERSE_ERROR_MM):
         yield level, (f"going there and back misses by {scores['inverse_error_mm']:.2g} mm on average: do not use "
                       "the inverse.")
 

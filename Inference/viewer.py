@@ -43,7 +43,11 @@ def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES, bod
             break
         voxels = int(0.97 * np.prod(shape) * budget / len(content))
     return f"""<div class="viewer" hidden>
-{stage_html(name)}
+<div><div class="stage" tabindex="0" role="slider" aria-label="{escape(name)}: picture with a divider"
+aria-valuemin="0" aria-valuemax="100" aria-valuenow="50"><canvas></canvas>
+<span class="edge left"></span><span class="edge right"></span><span class="edge top"></span><span class="edge foot">
+</span><span class="tag left"></span><span class="tag right"></span></div>
+<label class="slices"><span>slice <output></output></span><input type="range" min="1" value="1"></label></div>
 <div class="controls">
 {controls_html(list(images), bool(labels), dims)}
 {legends_html(list(images)[0], turned["half"], "" if body is None else ", without the affine part")}
@@ -58,7 +62,7 @@ def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES, bod
 # What is shown
 # ---------------------------------------------------------------------------------------------------------------------
 
-def turn_to_screen(images, labels, field, affine, body=None):
+def turn_to_screen(images, labels, field, affine, body):
     """All volumes with three axes that run to the left, to the back and to the feet, as radiologists view slices.
 
     2D images get a third axis of one voxel; they run right and down, as in the figures. Arguments as of `viewer_html`.
@@ -181,15 +185,6 @@ def pack(array, kind=np.uint8):
 # What people see and press
 # ---------------------------------------------------------------------------------------------------------------------
 
-def stage_html(name):
-    """The picture with its captions, and the slider below."""
-    return f"""<div><div class="stage" tabindex="0" role="slider" aria-label="{escape(name)}: picture with a divider"
-aria-valuemin="0" aria-valuemax="100" aria-valuenow="50"><canvas></canvas>
-<span class="edge left"></span><span class="edge right"></span><span class="edge top"></span><span class="edge foot">
-</span><span class="tag left"></span><span class="tag right"></span></div>
-<label class="slices"><span>slice <output></output></span><input type="range" min="1" value="1"></label></div>"""
-
-
 def controls_html(words, has_labels, dims):
     """The buttons: data-set and data-to, or data-flip, say what one changes; aria-keyshortcuts, which key does it."""
     fixed, *others = words
@@ -217,7 +212,7 @@ def button_html(data, text, letter):
             f"<kbd>{escape(letter)}</kbd></button>\n")
 
 
-def legends_html(fixed, half, grid_words=""):
+def legends_html(fixed, half, grid_words):
     """What the colours mean; Report/viewer.js shows each beside what it explains."""
     stops = ", ".join("rgb({:.0f} {:.0f} {:.0f} / {:.2f})".format(*colour, opacity / 255)
                       for *colour, opacity in determinant_colours()[1:-1:3])

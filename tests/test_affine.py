@@ -81,8 +81,8 @@ def error(found, true, fixed, affine):
 
 
 @pytest.mark.parametrize("dims, kind, seed", [
-    (3, "affine", 0), pytest.param(3, "affine", 1, marks=pytest.mark.slow), (3, "rigid", 3),
-    (2, "affine", 4), pytest.param(2, "affine", 5, marks=pytest.mark.slow), (2, "rigid", 6)])
+    (3, "affine", 0), pytest.param(3, "affine", 1, marks=pytest.mark.slow),
+    pytest.param(3, "rigid", 3, marks=pytest.mark.slow), (2, "affine", 4), (2, "rigid", 6)])
 def test_a_known_map_is_recovered_between_any_two_grids(dims, kind, seed):
     numbers, fixed = np.random.default_rng(seed), subject(dims, seed)
     fixed_affine = random_grid(numbers, np.array([40.0, -70.0, 15.0]), fixed.shape)[0]
@@ -103,7 +103,7 @@ def test_a_known_map_is_recovered_between_any_two_grids(dims, kind, seed):
 @pytest.mark.slow
 def test_fine_levels_can_be_left_to_what_comes_after():
     numbers, fixed = np.random.default_rng(2), subject(3, 2)
-    header = np.diag([1.0, 1.0, 1.0, 1.0])
+    header = np.eye(4)
     true = random_map(numbers, fixed, header, "affine")
     affine, size = random_grid(numbers, (true @ [*middle_mm(fixed.shape, header), 1])[:3], np.array(fixed.shape))
     moving = moved(fixed, header, true, affine, size, numbers)
@@ -113,8 +113,12 @@ def test_fine_levels_can_be_left_to_what_comes_after():
         np.testing.assert_array_equal(align_affine(fixed, header, moving, affine, finest=finest)[0], same)
 
 
-def volumes_with_little_texture():
-    """name: fixed, moving, both where they belong and in 0 .. 1."""
+LITTLE_TEXTURE = ("smooth", "bent", "noise", "two noises", "phantom with noise", "blobs", "mask", "slab", "ball",
+                  "phantom")
+
+
+def with_little_texture(name):
+    """A fixed and a moving volume, both where they belong and in 0 .. 1. name: one of LITTLE_TEXTURE."""
     numbers, size = np.random.default_rng(0), (48, 56, 40)
     smooth = ndimage.gaussian_filter(numbers.normal(size=size), 6)
     smooth = (smooth - smooth.min()) / (smooth.max() - smooth.min())
@@ -133,14 +137,13 @@ def volumes_with_little_texture():
              "two noises": (noise, other_noise), "phantom with noise": (noisy, other_noisy)}
     still = {"blobs": blobs, "mask": body, "slab": body[:, 8:48], "ball": np.exp(-(ball / 14) ** 2), "phantom": phantom}
     pairs.update({name: (volume, volume) for name, volume in still.items()})
-    return {name: tuple(volume.clip(0, 1).astype(np.float32) for volume in pair) for name, pair in pairs.items()}
+    return [volume.clip(0, 1).astype(np.float32) for volume in pairs[name]]
 
 
 @pytest.mark.parametrize("name, kind", [
-    (name, kind) if (name, kind) in (("blobs", "affine"), ("slab", "rigid")) else pytest.param(
-        name, kind, marks=pytest.mark.slow) for name in volumes_with_little_texture() for kind in ("rigid", "affine")])
+    ("slab", "rigid"), *(pytest.param(name, "affine", marks=pytest.mark.slow) for name in LITTLE_TEXTURE)])
 def test_a_volume_stays_where_it_belongs(name, kind):
-    fixed, moving = volumes_with_little_texture()[name]
+    fixed, moving = with_little_texture(name)
     found, _ = align_affine(fixed, np.eye(4), moving, np.eye(4), kind)
     assert mean_shift(found, fixed) < {"bent": 1.2, "phantom with noise": 0.6}.get(name, 0.2)
 
@@ -191,13 +194,13 @@ def test_a_header_that_is_moved_is_followed(dims):
     assert error(found, shifted, fixed, header) < 0.02
 
 
-@pytest.mark.parametrize("dims", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_same_pair_gives_the_same_bits(dims):
-    fixed, header = subject(dims), np.diag([0.9, 1.1, 1.3, 1.0])
+def test_the_same_pair_gives_the_same_bits():
+    fixed, header = subject(2), np.diag([0.9, 1.1, 1.3, 1.0])
     first, again = (align_affine(fixed, header, np.roll(fixed, 3, axis=0), header)[0] for _ in range(2))
     np.testing.assert_array_equal(first, again)
 
 
+@pytest.mark.slow
 def test_the_order_in_which_a_volume_is_stored_does_not_matter():
     numbers, fixed = np.random.default_rng(7), subject()
     true = random_map(numbers, fixed, np.eye(4), "affine", 10, 0.1)
@@ -280,8 +283,7 @@ def real_pair_scores(paths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["affine", "rigid"])
-def test_known_maps_of_a_real_brain_are_recovered(kind):
+def test_known_maps_of_a_real_brain_are_recovered():
     """Six maps; the first is the hardest, whose error was 0.18 to 0.41 voxels with too few iterations at the end."""
     paths = sorted((REAL / "mouse/imagesTr").glob("*.nii.gz"))
     if not paths:
@@ -292,11 +294,11 @@ def test_known_maps_of_a_real_brain_are_recovered(kind):
     errors = []
     for seed in (9, 1, 2, 3, 4, 5):
         numbers = np.random.default_rng(seed)
-        true = random_map(numbers, fixed, fixed_affine, kind)
+        true = random_map(numbers, fixed, fixed_affine, "affine")
         affine, size = random_grid(numbers, (true @ [*middle_mm(fixed.shape, fixed_affine), 1])[:3],
                                    1.25 * np.array(fixed.shape))
         moving = moved(fixed, fixed_affine, true, affine, size, numbers)
-        found, _ = align_affine(fixed, fixed_affine, moving, affine, kind)
+        found, _ = align_affine(fixed, fixed_affine, moving, affine)
         errors.append(error(found, true, fixed, fixed_affine))
     assert np.median(errors) < 0.1 and max(errors) < 0.2
 

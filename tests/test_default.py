@@ -39,18 +39,13 @@ def digest(array):
 def test_the_command_without_options_gives_the_same_field(place, tmp_path):
     folder, found = place
     assert np.abs(found.field).max() > 0.5 and found.seconds["affine"] > 0 and found.seconds["refine"] > 0
+    assert found.warnings == []
     assert OM_register.main(["--fixed", str(folder / "F.nii.gz"), "--moving", str(folder / "M.nii.gz"), "--no-picture",
                              "--out", str(tmp_path / "out")]) == 0
     write_field(tmp_path / "ours.nii.gz", found.field, found.fixed.affine, found.fixed.header)
     for name in ("ours", "out/field"):
         assert read_field(tmp_path / f"{name}.nii.gz")[0].shape == (3, *SHAPES["F"])
     assert (tmp_path / "ours.nii.gz").read_bytes() == (tmp_path / "out/field.nii.gz").read_bytes()
-
-
-def test_an_image_in_memory_gives_the_same_field(place):
-    folder, found = place
-    again = omnimorph.register(*(nibabel.load(folder / f"{name}.nii.gz") for name in SHAPES))
-    assert digest(again.field) == digest(found.field) and again.warnings == found.warnings == []
 
 
 def test_a_small_pair_has_the_same_field_on_any_number_of_cores():
@@ -109,19 +104,16 @@ def test_what_holds_no_volume_is_one_sentence(source, words):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
-@pytest.mark.parametrize("device", ["cuda", "gpu"])
-def test_a_device_that_is_not_there_is_one_sentence(device):
-    with pytest.raises(omnimorph.InputError, match=f"{device} is requested, but torch .* sees no such device") as error:
-        omnimorph.register((GOOD, np.eye(4)), (GOOD, np.eye(4)), device=device)
+def test_a_device_that_is_not_there_is_one_sentence():
+    with pytest.raises(omnimorph.InputError, match="cuda is requested, but torch .* sees no such device") as error:
+        omnimorph.register((GOOD, np.eye(4)), (GOOD, np.eye(4)), device="cuda")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("words, code, said", [
-    (["OM_register.py", "--help"], 0, "--model FILE"), (["OM_register.py", "--version"], 0, "omnimorph 1."),
-    (["-m", "omnimorph", "--version"], 0, "omnimorph 1."),
+    (["OM_register.py", "--version"], 0, "omnimorph 1."), (["-m", "omnimorph", "--version"], 0, "omnimorph 1."),
     (["-m", "omnimorph", "register", "--help"], 0, "--model FILE"),
     (["OM_register.py", "--fixed", "none.nii", "--moving", "none.nii", "--out", "x"], 43, "none.nii: no such file"),
-    (["OM_register.py", "--pairs", "none.csv", "--out", "x"], 43, "none.csv: no such list of pairs"),
     (["OM_register.py", "--fixd", "a.nii"], 43, "error: the following arguments are required: --out; see "),
     (["OM_register.py", "--fixd", "a.nii", "--out", "x"], 43, "error: unrecognized arguments: --fixd a.nii; see ")])
 def test_what_needs_no_torch_is_told_at_once(words, code, said):

@@ -56,15 +56,28 @@ def write_subject(folder, number, affine=OBLIQUE, shape=SHAPE):
     return folder
 
 
-@pytest.fixture
-def data(tmp_path):
+def write_both(folder):
     for number, affine in ((1, OBLIQUE), (2, FLIPPED)):
-        write_subject(tmp_path / "data", number, affine)
-    return tmp_path
+        write_subject(folder / "data", number, affine)
+    return folder
 
 
 def run(*words):
     return OM_augment.main([str(word) for word in words])
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Two subjects on two grids, s_001 and s_002, in the folder data."""
+    return write_both(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """The same with three copies of each in the folder out; to be read only."""
+    folder = write_both(tmp_path_factory.mktemp("copies"))
+    assert run("--data", folder / "data", *WORDS, "--out", folder / "out", "--draws", 3) == 0
+    return folder
 
 
 def last_line(capsys):
@@ -125,11 +138,11 @@ def test_a_deformation_of_the_world_is_the_same_on_every_grid(affine):
     assert np.abs(found - bent(SHAPE, affine))[:, inside].max() < 1e-3
 
 
-def test_the_grid_is_that_of_the_training(data):
+def test_the_grid_is_that_of_the_training(copies):
     for number, changes in ((1, {}), (2, {"data.crop_above": 0.2}), (2, {"data.img_size": [20, 26, 30],
                                                                         "data.spacing_mm": 1.1})):
         cfg = {**CFG, **changes}
-        path = data / f"data/imagesTr/s_00{number}.nii.gz"
+        path = copies / f"data/imagesTr/s_00{number}.nii.gz"
         found = on_grid({"image": path, "label": None, "mask": None}, cfg)
         image, affine = read_volume(path)
         placed, grid_affine = place(image, affine, cfg)
@@ -138,10 +151,10 @@ def test_the_grid_is_that_of_the_training(data):
         assert np.array_equal(training_grid(image, affine, cfg), grid_affine)
 
 
-def test_simpleitk_finds_the_same_images(data):
-    assert run("--data", data / "data", *WORDS, "--out", data / "out", "--draws", 2) == 0
-    for item in read_datalist(data / "out"):
-        source = data / "data/imagesTr" / f"{item['subject']}.nii.gz"
+def test_simpleitk_finds_the_same_images(copies):
+    items = read_datalist(copies / "out")
+    for item in (*items[:2], *items[3:5]):  # two copies of each subject
+        source = copies / "data/imagesTr" / f"{item['subject']}.nii.gz"
         original = sitk.ReadImage(str(source), sitk.sitkFloat32)
         field = sitk.ReadImage(str(item["image"]).replace("imagesTr", "fieldsTr"), sitk.sitkVectorFloat64)
         warped = sitk.Resample(original, original, sitk.DisplacementFieldTransform(field), sitk.sitkLinear, -1e4)
@@ -188,16 +201,14 @@ def test_start_is_the_strength():
 # Files
 # ---------------------------------------------------------------------------------------------------------------------
 
-def test_headers_dtypes_and_labels_are_kept(data, capsys):
-    assert run("--data", data / "data", *WORDS, "--out", data / "out", "--draws", 3) == 0
-    assert last_line(capsys)["draws"] == 6
-    items = read_datalist(data / "out")
+def test_headers_dtypes_and_labels_are_kept(copies):
+    items = read_datalist(copies / "out")
     assert [item["id"] for item in items] == [f"s_00{n}_draw0{k}" for n in (1, 2) for k in range(3)]
-    assert len(read_datalist(data / "out", ids="2")) == 3, "by the number of the subject"
+    assert len(read_datalist(copies / "out", ids="2")) == 3, "by the number of the subject"
     for item in items:
         assert item["subject"] == item["id"][:5]
         for kind, folder in (("image", "imagesTr"), ("label", "labelsTr")):
-            source = data / f"data/{folder}/{item['subject']}.nii.gz"
+            source = copies / f"data/{folder}/{item['subject']}.nii.gz"
             ours, theirs = nibabel.load(item[kind]), nibabel.load(source)
             assert ours.shape == theirs.shape and ours.get_data_dtype() == theirs.get_data_dtype()
             assert np.array_equal(ours.affine, theirs.affine)
@@ -208,57 +219,38 @@ def test_headers_dtypes_and_labels_are_kept(data, capsys):
                 assert not np.array_equal(ours.dataobj, theirs.dataobj)
         header = nibabel.load(str(item["image"]).replace("imagesTr", "fieldsTr")).header
         assert header.get_data_shape() == (*SHAPE, 1, 3) and int(header["intent_code"]) == 1007
-    page = (data / "out/report.html").read_text()
+    page = (copies / "out/report.html").read_text()
     assert page.count("data:image/png") == 2 and "s_002_draw02" in page and "http" not in page.replace("http-equiv", "")
 
 
-def test_same_seed_same_files_for_any_workers_and_any_list(data):
-    both = [*WORDS, "--draws", 2]
-    assert run("--data", data / "data", *both, "--out", data / "a") == 0
-    whole = contents(data / "a")
-    assert len(whole) == 2 * 2 * 3 + 4
-    assert run("--data", data / "data", *both, "--out", data / "b", "--workers", 2) == 0
-    assert contents(data / "b") == whole
-    paths = [data / f"data/{folder}/s_002.nii.gz" for folder in ("imagesTr", "labelsTr")]
-    assert run("--image", paths[0], "--label", paths[1], *both, "--out", data / "c") == 0
-    one = {name: content for name, content in contents(data / "c").items() if name.endswith(".nii.gz")}
+def test_same_seed_same_files_in_any_list(copies, tmp_path):
+    whole = contents(copies / "out")
+    assert len(whole) == 2 * 3 * 3 + 4
+    image, label = (copies / f"data/{folder}/s_002.nii.gz" for folder in ("imagesTr", "labelsTr"))
+    for seed in (0, 1):
+        assert run("--image", image, "--label", label, *WORDS, "--draws", 2, "--seed", seed, "--out",
+                   tmp_path / str(seed)) == 0
+    one = {name: content for name, content in contents(tmp_path / "0").items() if name.endswith(".nii.gz")}
     assert len(one) == 6 and all(whole[name] == content for name, content in one.items())
-    assert run("--image", paths[0], "--label", paths[1], *both, "--out", data / "d", "--seed", 1) == 0
-    other = contents(data / "d")
+    other = contents(tmp_path / "1")
     assert not any(other[name] == one[name] for name in one)
     assert len({content for name, content in one.items() if "field" in name}) == 2
 
 
-def test_the_function_gives_what_the_script_writes(data):
-    path = data / "data/imagesTr/s_002.nii.gz"
-    assert run("--image", path, "--label", data / "data/labelsTr/s_002.nii.gz", *WORDS, "--out", data / "out",
-               "--draws", 2, "--start", "30-60") == 0
+def test_the_function_gives_what_the_script_writes(copies, tmp_path):
+    path, label_path = (copies / f"data/{folder}/s_002.nii.gz" for folder in ("imagesTr", "labelsTr"))
+    assert run("--image", path, "--label", label_path, *WORDS, "--out", tmp_path, "--draws", 2, "--start", "30-60") == 0
     image, affine = read_volume(path)
-    label = np.asarray(nibabel.load(data / "data/labelsTr/s_002.nii.gz").dataobj)
+    label = np.asarray(nibabel.load(label_path).dataobj)
     image = image.astype(np.int16)
     copy, moved, field = augment(image, label, affine, start=(30, 60), draw=1, subject="s_002", cfg=CFG)
     assert copy.dtype == np.int16 and moved.dtype == label.dtype and field.dtype == np.float32
     for folder, array in (("imagesTr", copy), ("labelsTr", moved)):
-        assert np.array_equal(np.asarray(nibabel.load(data / f"out/{folder}/s_002_draw01.nii.gz").dataobj), array)
-    assert np.allclose(read_field(data / "out/fieldsTr/s_002_draw01.nii.gz")[0], field, atol=1e-4)
+        assert np.array_equal(np.asarray(nibabel.load(tmp_path / f"{folder}/s_002_draw01.nii.gz").dataobj), array)
+    assert np.allclose(read_field(tmp_path / "fieldsTr/s_002_draw01.nii.gz")[0], field, atol=1e-4)
     assert np.array_equal(deform(label, field, "smooth"), moved)
     nearest = augment(image, label, affine, start=(30, 60), draw=1, subject="s_002", cfg=CFG, labels="nearest")[1]
     assert np.array_equal(nearest, deform(label, field, "nearest")) and not np.array_equal(nearest, moved)
-
-
-def test_scaled_and_floating_numbers_stay_what_they_mean(tmp_path):
-    subject = make_subject(0, SHAPE)["image"]
-    stored = {"scaled": np.rint(1000 * subject + 300).astype(np.int16), "double": 10 * subject.astype(np.float64)}
-    for name, array in stored.items():
-        image = nibabel.Nifti1Image(array, OBLIQUE)
-        if name == "scaled":
-            image.header.set_slope_inter(0.01, -3.0)
-        nibabel.save(image, tmp_path / f"{name}.nii.gz")
-        assert run("--image", tmp_path / f"{name}.nii.gz", *WORDS, "--out", tmp_path / name, "--draws", 1) == 0
-        found = nibabel.load(tmp_path / name / f"imagesTr/{name}_draw00.nii.gz")
-        assert found.get_data_dtype() == (np.float32 if name == "scaled" else np.float64)
-        field, _ = read_field(tmp_path / name / f"fieldsTr/{name}_draw00.nii.gz")
-        assert np.abs(found.get_fdata() - deform(subject * 10, field)).max() < 0.02
 
 
 def test_slices(tmp_path, capsys):
@@ -283,26 +275,28 @@ def test_masks_move_along(data):
         assert item["mask"].read_bytes() == item["label"].read_bytes()
 
 
-@pytest.mark.parametrize("damage, reason", [
-    ("hole", "1 of .* NaN"), ("plane", r"shape \(1, 28, 33\) is one plane along axis 0"),
-    ("torn", "not a readable NIfTI")])
-def test_a_bad_volume_among_others_is_named_and_the_others_are_done(data, capsys, damage, reason):
-    write_subject(data / "data", 3)
-    path = data / "data/imagesTr/s_001.nii.gz"
-    array, affine = read_volume(path)
+def test_bad_volumes_among_others_are_named_and_the_others_are_done(data, capsys):
+    bad = {"s_001": "1 of .* NaN", "s_003": r"shape \(1, 28, 33\) is one plane along axis 0",
+           "s_004": "not a readable NIfTI"}
+    for number in (3, 4):
+        write_subject(data / "data", number)
+    hole, plane, torn = (data / f"data/imagesTr/{name}.nii.gz" for name in bad)
+    array, affine = read_volume(hole)
     array[3, 4, 5] = np.nan
-    write_volume(path, array[12:13] if damage == "plane" else array, affine)
-    if damage == "torn":
-        path.write_bytes(b"no volume")
+    write_volume(hole, array, affine)
+    write_volume(plane, array[12:13], affine)
+    torn.write_bytes(b"no volume")
     assert run("--data", data / "data", *WORDS, "--out", data / "out", "--draws", 2) == 43
     printed = capsys.readouterr()
     errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and re.search(f"s_001.nii.gz: {reason}", errors[0]), errors
+    assert len(errors) == 3
+    for error, (name, reason) in zip(errors, bad.items()):
+        assert re.search(f"{name}.nii.gz: {reason}", error), errors
     result = json.loads(printed.out.strip().splitlines()[-1])
-    assert (result["draws"], result["subjects"], result["refused"]) == (4, 2, 1)
-    assert {item["subject"] for item in read_datalist(data / "out")} == {"s_002", "s_003"}
+    assert (result["draws"], result["subjects"], result["refused"]) == (2, 1, 3)
+    assert {item["subject"] for item in read_datalist(data / "out")} == {"s_002"}
     assert "Left out" in (data / "out/report.html").read_text()
-    assert not list((data / "out").rglob("s_001*"))
+    assert not [path for name in bad for path in (data / "out").rglob(f"{name}*")]
 
 
 @pytest.mark.slow
@@ -327,14 +321,6 @@ def test_a_second_run_makes_torn_files_anew(data):
     (data / "out/fieldsTr/.s_001_draw01.nii.gz.tmp-123").write_bytes(b"half")
     assert run(*words) == 0
     assert contents(data / "out") == whole
-    # Older versions kept no sizes in their records, and did not flush their files.
-    path = data / "out/draws.jsonl"
-    old = [{key: value for key, value in json.loads(line).items() if key != "bytes"}
-           for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(record) + "\n" for record in old))
-    before = torn.stat().st_mtime_ns
-    assert run(*words) == 0
-    assert contents(data / "out") == whole and torn.stat().st_mtime_ns > before
 
 
 def test_a_second_run_goes_on(data, capsys):
@@ -383,6 +369,7 @@ def test_nnunet_has_no_negative_labels(data, capsys):
     assert run("--image", data / "data/imagesTr/s_001.nii.gz", "--label", path, *WORDS, "--draws", 1, "--nnunet",
                "Dataset501_Brains", "--out", data / "out") == 43
     assert "there is a label -1, but nnU-Net's labels begin at 0" in capsys.readouterr().err
+    assert not list((data / "out").rglob("*.nii.gz")), "it is told before anything is drawn"
 
 
 @pytest.mark.slow
@@ -412,25 +399,24 @@ def test_a_killed_run_leaves_whole_files_and_ends_as_an_undisturbed_one(data):
 # With a network
 # ---------------------------------------------------------------------------------------------------------------------
 
-def test_a_network_changes_the_draws_and_a_target_changes_them_again(data, model, capsys):
+def test_a_network_changes_the_draws_and_a_target_changes_them_again(data, model):
     image, label = (data / f"data/{folder}/s_001.nii.gz" for folder in ("imagesTr", "labelsTr"))
     target = data / "data/imagesTr/s_002.nii.gz"
     # In float32, where one thread and two differ by less than what rounding to whole numbers shows.
-    words = ["--image", image, "--label", label, "--model", model, "--draws", 2, "--set", "run.amp=off"]
+    words = ["--image", image, "--label", label, "--model", model, "--set", "run.amp=off"]
     fields, loaded = {}, load_model(model, overrides=["run.amp=off"])
     for name, more in (("alone", []), ("finer", ["--stride", 2]), ("slices", ["--target", target, "--slices", 3]),
                        ("random", ["--target", target]), ("volume", ["--target", target, "--condition", "volume"])):
-        assert run(*words, *more, "--out", data / name) == 0
-        assert last_line(capsys)["draws"] == 2
-        fields[name] = [read_field(data / name / f"fieldsTr/s_001_draw0{draw}.nii.gz")[0] for draw in range(2)]
+        assert run(*words, *more, "--draws", 1 + (name == "slices"), "--out", data / name) == 0
+        fields[name] = read_field(data / name / "fieldsTr/s_001_draw00.nii.gz")[0]
     names = list(fields)
-    assert [(a, b) for a in names for b in names if a < b and np.abs(fields[a][0] - fields[b][0]).max() < 1e-5] == []
+    assert [(a, b) for a in names for b in names if a < b and np.abs(fields[a] - fields[b]).max() < 1e-5] == []
     assert "3 planes" in (data / "slices/report.html").read_text()
     array, affine = read_volume(image)
     shown, shown_affine = read_volume(target)
     copy, _, field = augment(array, None, affine, loaded, draw=1, target=shown, target_affine=shown_affine, slices=3,
                              subject="s_001")
-    assert np.allclose(field, fields["slices"][1], atol=1e-4)
+    assert np.allclose(field, read_field(data / "slices/fieldsTr/s_001_draw01.nii.gz")[0], atol=1e-4)
     drawn = [RandDeformationd("image", prob=1.0, seed=0, field_key="field", **words)({"image": array[None]})["field"]
              for words in ({"model": loaded}, {"cfg": loaded[1]})]
     assert np.abs(drawn[0] - drawn[1]).max() > 1e-3
@@ -533,7 +519,7 @@ def test_without_a_word_a_target_is_shown_as_in_training(data, model, capsys):
     array, target = (read_volume(data / f"data/imagesTr/s_00{number}.nii.gz")[0] for number in (1, 2))
     fields = {}
     for trained in ("slice", "volume"):
-        for asked in (None, "slice", "volume"):
+        for asked in (None, trained):
             whole = {**cfg, "model.condition_type": trained}
             fields[trained, asked] = augment(array, model=(net, whole), target=target, condition=asked)[2]
         assert np.array_equal(fields[trained, None], fields[trained, trained])
@@ -665,21 +651,17 @@ def test_what_the_transform_refuses(changes, entries, message):
 @pytest.mark.parametrize("words, message", [
     (["--image", "nowhere.nii.gz"], "nowhere.nii.gz: no such file"),
     (["--data", "nowhere"], "nowhere: no such data folder"),
-    (["--image", "four.nii.gz"], r"four.nii.gz: shape \(8, 8, 8, 3\) is not 3D"),
     (["--image", "nan.nii.gz"], "nan.nii.gz: 1 of 512 voxels are NaN"),
     (["--image", "flat.nii.gz"], "flat.nii.gz: every voxel is 4"),
     (["--image", "good.nii.gz", "--label", "other.nii.gz"], "other.nii.gz: the label of .* is on another grid"),
-    (["--image", "good.nii.gz", "--label", "moved.nii.gz"], "moved.nii.gz: the label of .* is on another grid"),
     (["--image", "good.nii.gz", "--label", "half.nii.gz"], "half.nii.gz: .* not whole numbers"),
     (["--image", "good.nii.gz", "--start", "80"], "start 80: the time of a random deformation is from 1 to 79"),
-    (["--image", "good.nii.gz", "--start", "0"], "start 0: the time of a random deformation is from 1 to 79"),
     (["--image", "good.nii.gz", "--start", "60-20"], "give one such time, or a rising range"),
     (["--image", "good.nii.gz", "--start", "much"], "start much: give one time such as 79"),
     (["--image", "good.nii.gz", "--draws", "0"], "--draws 0: at least 1"),
     (["--image", "good.nii.gz", "--workers", "0"], "--workers 0"),
     (["--image", "good.nii.gz", "--stride", "0"], "--stride 0"),
     (["--image", "good.nii.gz", "--data", "."], "give either --image or --data"),
-    ([], "give either --image or --data"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz"], "--target: only a network"),
     (["--image", "good.nii.gz", "--condition", "slice"], "--condition slice needs a --target"),
     (["--image", "good.nii.gz", "--register"], "--register: name the volumes to register to by --target"),
@@ -691,12 +673,11 @@ def test_what_the_transform_refuses(changes, entries, message):
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     good = np.random.default_rng(0).integers(0, 9, (8, 8, 8)).astype(np.float32)
-    spoilt, moved = good.copy(), np.eye(4)
-    spoilt[1, 2, 3], moved[0, 3] = np.nan, 2
-    for name, array, affine in (("good", good, np.eye(4)), ("four", np.stack([good] * 3, -1), np.eye(4)),
-                                ("nan", spoilt, np.eye(4)), ("flat", np.full((8, 8, 8), 4.0), np.eye(4)),
-                                ("other", good[1:], np.eye(4)), ("moved", good, moved), ("half", good / 2, np.eye(4))):
-        write_volume(tmp_path / f"{name}.nii.gz", array, affine)
+    spoilt = good.copy()
+    spoilt[1, 2, 3] = np.nan
+    for name, array in {"good": good, "nan": spoilt, "flat": np.full((8, 8, 8), 4.0), "other": good[1:],
+                        "half": good / 2}.items():
+        write_volume(tmp_path / f"{name}.nii.gz", array, np.eye(4))
     assert run(*words, *WORDS, "--out", tmp_path / "out") == 43
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -739,7 +720,7 @@ def test_what_the_function_refuses():
 
 def test_one_run_at_a_time(data, capsys):
     words = ["--data", data / "data", *WORDS, "--out", data / "out", "--draws", 1]
-    assert run(*words) == 0
+    (data / "out").mkdir()
     token = run_lock.lock(data / "out", 60, pid=os.getpid())
     assert run(*words) == 43
     assert "is in use by process" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Two grids and one field: the mathematics of Inference/registration.py against SimpleITK, ANTs and known answers."""
 import functools
-import itertools
 import re
 import warnings
 
@@ -19,11 +18,7 @@ from Inference import outputs, registration
 from Inference.choices import STEPS, STEPS_CONTINUED
 from Inference.labels import apply_label, without_affine
 from Inference.pair_figures import score_cards
-from Inference.registration import (
-    apply_field,
-    overlap_percent,
-    working_grid,
-)
+from Inference.registration import apply_field, overlap_percent, working_grid
 from Inference.scores import COLUMNS
 from Runtime.errors import InputError
 from tests import tiny
@@ -31,7 +26,6 @@ from tests.test_fields_in_files import FIXED, smooth
 from tests.test_nifti import OBLIQUE, make_affine, rotation
 
 register = functools.partial(registration.register, affine=False, refine=False)  # the network alone
-PLACES = list(itertools.product(range(len(FIXED)), repeat=2))
 apart_is_said_elsewhere = pytest.mark.filterwarnings("ignore:moving covers")
 
 
@@ -100,7 +94,7 @@ def seen_inside(found):
 
 
 @apart_is_said_elsewhere
-@pytest.mark.parametrize("fixed, moving", PLACES)
+@pytest.mark.parametrize("fixed, moving", [(0, 0), (0, 1), (1, 2), (2, 3), (3, 0)])
 def test_affine_and_field_are_one_field_that_simpleitk_applies_alike(tmp_path, fixed, moving):
     fixed, moving = two_volumes(fixed, moving)
     matrix, net = known_transform(fixed[1], fixed[0].shape), Known()
@@ -135,7 +129,7 @@ def test_ants_applies_the_field_as_we_do(tmp_path, fixed, moving):
 
 
 @apart_is_said_elsewhere
-@pytest.mark.parametrize("fixed, moving", [(0, 0), (1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize("fixed, moving", [(1, 3), (3, 2)])
 def test_the_inverse_leads_back(fixed, moving):
     fixed, moving = two_volumes(fixed, moving)
     found = register(fixed, moving, (Known(), settings()), start=known_transform(fixed[1], fixed[0].shape),
@@ -182,11 +176,10 @@ def test_a_working_grid_that_coincides_gives_the_field_itself(affine):
     assert np.abs(found - expected).max() < 1e-4 < np.abs(found).max()
 
 
-@pytest.mark.parametrize("shape, affine", [FIXED[0], FIXED[3]])
-@pytest.mark.parametrize("changes", [{}, {"data__crop_above": 0.2}, {"data__window": "[100, 900]"}])
-def test_the_network_sees_what_the_training_showed_it(tmp_path, shape, affine, changes):
-    cfg = settings(48, 1.1, **changes)
-    items = []
+@pytest.mark.parametrize("grid, changes", [
+    (0, {}), (3, {}), (0, {"data__crop_above": 0.2}), (3, {"data__window": "[100, 900]"})])
+def test_the_network_sees_what_the_training_showed_it(tmp_path, grid, changes):
+    (shape, affine), cfg, items = FIXED[grid], settings(48, 1.1, **changes), []
     for seed in (1, 2):
         write_volume(tmp_path / f"{seed}.nii.gz", 1000 * make_subject(seed, shape)["image"], affine)
         items.append({"image": tmp_path / f"{seed}.nii.gz", "label": None, "mask": None})
@@ -321,7 +314,7 @@ def test_padding_changes_nothing(affine):
     fixed, moving = ((subject[4:-4, 5:-5, 3:-3].astype(np.float32), np.diag([1.1, 0.9, 1.3, 1.0]))
                      for subject in subjects)
     found = register(fixed, moving, affine=affine, refine=6)
-    for around_fixed, around_moving, value in ((10, 0, 0.0), (0, 10, 0.0), (7, 10, -50.0)):
+    for around_fixed, around_moving, value in ((10, 0, 0.0), (7, 10, -50.0)):
         again = register(padded(fixed, around_fixed, value), padded(moving, around_moving, value), affine=affine,
                          refine=6)
         inner = tuple(slice(around_fixed, around_fixed + n) for n in fixed[0].shape)
@@ -456,11 +449,10 @@ def test_outside_the_moving_image_is_its_least_intensity():
 def test_affine_alignment_begins_where_the_start_says():
     image = make_subject(0, (26, 30, 28))["image"]
     turned = make_affine(degrees=(0, 0, 8), origin=(40, -7, 3))
-    for start in ("header", "centre"):
-        found = register((image, make_affine()), (image, turned), affine=True, start=start)
-        error = np.linalg.inv(turned) @ found.matrix @ make_affine() - np.eye(4)
-        assert np.abs(error @ [13, 15, 14, 1])[:3].max() < 1.0 and np.abs(error[:3, :3]).max() < 0.1
-        assert found.similarity > 0.9 and found.seconds["affine"] > 0 and found.overlap_percent > 70
+    found = register((image, make_affine()), (image, turned), affine=True, start="centre")
+    error = np.linalg.inv(turned) @ found.matrix @ make_affine() - np.eye(4)
+    assert np.abs(error @ [13, 15, 14, 1])[:3].max() < 1.0 and np.abs(error[:3, :3]).max() < 0.1
+    assert found.similarity > 0.9 and found.seconds["affine"] > 0 and found.overlap_percent > 70
 
 
 @pytest.mark.parametrize("fixed, moving, more, words", [
