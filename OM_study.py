@@ -26,21 +26,81 @@ import sys
 from Inference.choices import LABELS, SIMILARITIES
 from Runtime.errors import InputError, parse_options, run_program
 
-# {subcommand: file of Study/ with a function of this name}
-HOMES = {"segment": "atlases", "template": "template", "jacobian": "jacobian", "qc": "qc", "motion": "motion",
-         "plan": "plan"}
-
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Label, average, compare and check the scans of a group.")
     parser.add_argument("--version", action="version", version=f"omnimorph {__version__}")
     tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK")
-    add_segment(tasks)
-    add_template(tasks)
-    add_jacobian(tasks)
-    add_qc(tasks)
-    add_motion(tasks)
-    add_plan(tasks)
+
+    segment = new_task(tasks, "segment", "label volumes with the help of a few labelled ones", "registrations")
+    segment.add_argument("--atlases", required=True, metavar="PATH", help="volumes with label maps: a folder with "
+                         "imagesTr and labelsTr, NAME.nii.gz next to NAME_dseg.nii.gz, or a list")
+    add_images(segment, "volumes to segment; where they have label maps, those score the result")
+    segment.add_argument("--most", type=int, default=10, metavar="N", help="register at most N atlases to an image, "
+                         "the most similar ones after an affine alignment (%(default)s; 0 for all)")
+    segment.add_argument("--same-subject", action="store_true", help="let other scans of the same subject vote too")
+    segment.add_argument("--join", choices=("joint", "majority"), default="joint", help="joint: weight each atlas by "
+                         "its similarity around the voxel; majority: one vote each (%(default)s)")
+    segment.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
+                         "deformation (%(default)s)")
+    segment.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are warped (%(default)s)")
+    segment.add_argument("--keep", action="store_true", help="keep the registered atlases in atlases/")
+
+    template = new_task(tasks, "template", "make the template of a group, the volume in its middle")
+    add_images(template, "the volumes of the group; their label maps, if any, are carried to the template")
+    template.add_argument("--start", metavar="FILE", help="start with this volume, which gives the template its field "
+                          "of view (the subject of median size)")
+    template.add_argument("--rounds", type=int, default=4, metavar="N", help="rounds of registering and averaging, the "
+                          "first half of them with voxels twice as large (%(default)s)")
+    template.add_argument("--spacing", type=float, default=0.0, metavar="MM", help="voxel size of the template in mm "
+                          "(that of the start volume)")
+    template.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how much to restore of the edges "
+                          "that averaging blurs; 0 for the plain mean (%(default)s)")
+    template.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
+                          "deformation (%(default)s)")
+
+    jacobian = new_task(tasks, "jacobian", "map the change of volume from a template to its subjects, or between scans")
+    jacobian.add_argument("--results", metavar="FOLDER", help="results of a template, or of OM_register.py with one "
+                          "fixed volume: the maps are on its grid")
+    jacobian.add_argument("--scans", nargs="+", default=[], metavar="FILE", help="two or more scans of one subject, "
+                          "the earliest first: maps the change from the first to each other scan, half-way between "
+                          "them")
+    jacobian.add_argument("--labels", metavar="FILE", help="label map for a table, on the grid of the template or, "
+                          "with --scans, of the first scan (default: the label map of the results, or next to the "
+                          "first scan)")
+    jacobian.add_argument("--smooth", type=float, default=0.0, metavar="MM", help="smooth the maps by a Gaussian of "
+                          "this standard deviation in mm (%(default)s)")
+    jacobian.add_argument("--affine", choices=("rigid", "affine"), default="rigid", help="with --scans: alignment "
+                          "before the deformation (%(default)s)")
+
+    qc = new_task(tasks, "qc", "show all results of a study on one page, with verdicts and outliers")
+    qc.add_argument("--results", nargs="+", required=True, metavar="FOLDER", help="one or more result folders "
+                    "(--out) of OM_register.py, template or segment")
+
+    motion = new_task(tasks, "motion", "align the frames of a 4D series to one of them or to their mean", "blocks")
+    motion.add_argument("--series", required=True, metavar="FILE", help="NIfTI file (D, H, W, frames)")
+    motion.add_argument("--reference", default="mean", metavar="WHAT", help="reference frame: mean of the frames after "
+                        "a first pass, middle, or the number of a frame from 0 (%(default)s)")
+    motion.add_argument("--deform", action="store_true", help="also deform each frame, for organs that move with "
+                        "breathing")
+
+    for task in (segment, template):
+        task.add_argument("--bids", action="store_true", help="the results also under the names of BIDS derivatives, "
+                          "in OUT/bids")
+    for task in (segment, template, jacobian, motion):
+        task.add_argument("--similarity", choices=SIMILARITIES, help="how volumes are compared: correlation; for two "
+                          "modalities mapped or mind; auto decides from each pair (as in the config, which has auto)")
+
+    plan = tasks.add_parser("plan", help="write a config for training on a folder of volumes and this machine",
+                            description="Write a config for training on a folder of volumes and this machine, "
+                                        "estimate memory and hours, and advise which program to use.")
+    plan.add_argument("--data", required=True, metavar="PATH", help="volumes to train on: a folder, list or pattern")
+    plan.add_argument("--for", dest="purpose", choices=("register", "augment", "segment"), default="register",
+                      help="purpose of the training (%(default)s)")
+    plan.add_argument("--subject-pattern", default="", metavar="REGEX", help="data.subject_pattern of the config")
+    plan.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
+    plan.add_argument("--strict", action="store_true", help="exit with code 43 if a volume was left out")
+    plan.add_argument("--out", required=True, metavar="FOLDER", help="where config.yaml and plan.html go")
     return parse_options(parser, argv, tasks.choices.values())
 
 
@@ -58,98 +118,12 @@ def new_task(tasks, name, purpose, unit="subjects"):
     return task
 
 
-def add_volumes(task, name, purpose):
-    task.add_argument(name, nargs="+", required=True, metavar="PATH", help=purpose)
+def add_images(task, purpose):
+    task.add_argument("--images", nargs="+", required=True, metavar="PATH", help=purpose)
     task.add_argument("--ids", default="", metavar="NUMBERS", help="use only volumes whose names end in these "
                       "numbers, such as 1-60,75")
     task.add_argument("--subject-pattern", default="", metavar="REGEX", help="regular expression whose group is the "
                       "subject in a path (default: sub-XX of BIDS names, else each volume is a subject)")
-
-
-def add_similarity(task):
-    task.add_argument("--similarity", choices=SIMILARITIES, help="how volumes are compared: correlation; for two "
-                      "modalities mapped or mind; auto decides from each pair (as in the config, which has auto)")
-
-
-def add_segment(tasks):
-    task = new_task(tasks, "segment", "label volumes with the help of a few labelled ones", "registrations")
-    task.add_argument("--atlases", required=True, metavar="PATH", help="volumes with label maps: a folder with "
-                      "imagesTr and labelsTr, NAME.nii.gz next to NAME_dseg.nii.gz, or a list")
-    add_volumes(task, "--images", "volumes to segment; where they have label maps, those score the result")
-    task.add_argument("--most", type=int, default=10, metavar="N", help="register at most N atlases to an image, the "
-                      "most similar ones after an affine alignment (%(default)s; 0 for all)")
-    task.add_argument("--same-subject", action="store_true", help="let other scans of the same subject vote too")
-    task.add_argument("--join", choices=("joint", "majority"), default="joint", help="joint: weight each atlas by its "
-                      "similarity around the voxel; majority: one vote each (%(default)s)")
-    task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
-                      "deformation (%(default)s)")
-    task.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are warped (%(default)s)")
-    task.add_argument("--keep", action="store_true", help="keep the registered atlases in atlases/")
-    task.add_argument("--bids", action="store_true", help="the results also under the names of BIDS derivatives, in "
-                      "OUT/bids")
-    add_similarity(task)
-
-
-def add_template(tasks):
-    task = new_task(tasks, "template", "make the template of a group, the volume in its middle")
-    add_volumes(task, "--images", "the volumes of the group; their label maps, if any, are carried to the template")
-    task.add_argument("--start", metavar="FILE", help="start with this volume, which gives the template its field of "
-                      "view (the subject of median size)")
-    task.add_argument("--rounds", type=int, default=4, metavar="N", help="rounds of registering and averaging, the "
-                      "first half of them with voxels twice as large (%(default)s)")
-    task.add_argument("--spacing", type=float, default=0.0, metavar="MM", help="voxel size of the template in mm (that "
-                      "of the start volume)")
-    task.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how much to restore of the edges that "
-                      "averaging blurs; 0 for the plain mean (%(default)s)")
-    task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
-                      "deformation (%(default)s)")
-    task.add_argument("--bids", action="store_true", help="the results also under the names of BIDS derivatives, in "
-                      "OUT/bids")
-    add_similarity(task)
-
-
-def add_jacobian(tasks):
-    task = new_task(tasks, "jacobian", "map the change of volume from a template to its subjects, or between scans")
-    task.add_argument("--results", metavar="FOLDER", help="results of a template, or of OM_register.py with one fixed "
-                      "volume: the maps are on its grid")
-    task.add_argument("--scans", nargs="+", default=[], metavar="FILE", help="two or more scans of one subject, the "
-                      "earliest first: maps the change from the first to each other scan, half-way between them")
-    task.add_argument("--labels", metavar="FILE", help="label map for a table, on the grid of the template or, with "
-                      "--scans, of the first scan (default: the label map of the results, or next to the first scan)")
-    task.add_argument("--smooth", type=float, default=0.0, metavar="MM", help="smooth the maps by a Gaussian of this "
-                      "standard deviation in mm (%(default)s)")
-    task.add_argument("--affine", choices=("rigid", "affine"), default="rigid", help="with --scans: alignment before "
-                      "the deformation (%(default)s)")
-    add_similarity(task)
-
-
-def add_qc(tasks):
-    task = new_task(tasks, "qc", "show all results of a study on one page, with verdicts and outliers")
-    task.add_argument("--results", nargs="+", required=True, metavar="FOLDER", help="one or more result folders "
-                      "(--out) of OM_register.py, template or segment")
-
-
-def add_motion(tasks):
-    task = new_task(tasks, "motion", "align the frames of a 4D series to one of them or to their mean", "blocks")
-    task.add_argument("--series", required=True, metavar="FILE", help="NIfTI file (D, H, W, frames)")
-    task.add_argument("--reference", default="mean", metavar="WHAT", help="reference frame: mean of the frames after "
-                      "a first pass, middle, or the number of a frame from 0 (%(default)s)")
-    task.add_argument("--deform", action="store_true", help="also deform each frame, for organs that move with "
-                      "breathing")
-    add_similarity(task)
-
-
-def add_plan(tasks):
-    task = tasks.add_parser("plan", help="write a config for training on a folder of volumes and this machine",
-                            description="Write a config for training on a folder of volumes and this machine, "
-                                        "estimate memory and hours, and advise which program to use.")
-    task.add_argument("--data", required=True, metavar="PATH", help="volumes to train on: a folder, list or pattern")
-    task.add_argument("--for", dest="purpose", choices=("register", "augment", "segment"), default="register",
-                      help="purpose of the training (%(default)s)")
-    task.add_argument("--subject-pattern", default="", metavar="REGEX", help="data.subject_pattern of the config")
-    task.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
-    task.add_argument("--strict", action="store_true", help="exit with code 43 if a volume was left out")
-    task.add_argument("--out", required=True, metavar="FOLDER", help="where config.yaml and plan.html go")
 
 
 def run(args):
@@ -159,7 +133,8 @@ def run(args):
     if wrong:
         raise InputError(f"--{wrong} {getattr(args, wrong)}: it must be {least[wrong]} or more.")
     home = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." if installed
-    module = importlib.import_module(f"{home}Study.{HOMES[args.task]}")  # only now: importing torch takes seconds
+    file = "atlases" if args.task == "segment" else args.task
+    module = importlib.import_module(f"{home}Study.{file}")  # only now: importing torch takes seconds
     code = getattr(module, args.task)(args)
     if getattr(args, "bids", False):
         print(f"BIDS derivatives: {importlib.import_module(f'{home}Inference.bids').write_bids(args.out).resolve()}",

@@ -69,8 +69,11 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
         return figure(title, NO_VALUES, "", "", note)
     box = frame(thinned, [y for _, y in limits], log)
     parts = [axes(box, across)]
-    parts += [mark(box, *each) for each in merge_marks(box, marks)]
-    parts += [level(box, name, y) for name, y in limits if box["low"] <= scaled(y, log) <= box["high"]]
+    parts += [f'<path class="mark {kind}" d="M{pixel} {TOP}V{HEIGHT - BOTTOM}"><title>{escape(text)}</title></path>'
+              for pixel, kind, text in merge_marks(box, marks)]
+    parts += [f'<path class="limit" d="M{LEFT} {y_pixel(box, y):.1f}H{WIDTH - RIGHT}">'
+              f"<title>{escape(name)}</title></path>"
+              for name, y in limits if box["low"] <= scaled(y, log) <= box["high"]]
     parts += [curve_path(box, index % COLOURS, *curve[1:]) for index, curve in enumerate(thinned)]
     last = number(thinned[0][2][-1]) if len(thinned) == 1 else ""
     return figure(title, last, "".join(parts), legend([name for name, *_ in thinned]) if len(curves) > 1 else "", note)
@@ -89,8 +92,9 @@ def frame(curves, limits, log):
     return {"first": first, "last": max(last, first + 1e-9), "low": low - pad, "high": high + pad, "log": log}
 
 
-def scaled(value, log):
-    return math.log10(max(value, 1e-300)) if log else float(value)
+def scaled(y, log):
+    """Values of y, or their logarithms for a logarithmic axis."""
+    return np.log10(np.maximum(y, 1e-300)) if log else np.asarray(y, float)
 
 
 def x_pixel(box, x):
@@ -100,8 +104,7 @@ def x_pixel(box, x):
 
 def y_pixel(box, y):
     """Pixels from the top of a value of y."""
-    y = np.log10(np.maximum(np.asarray(y, float), 1e-300)) if box["log"] else np.asarray(y, float)
-    return TOP + (box["high"] - y) / (box["high"] - box["low"]) * (HEIGHT - TOP - BOTTOM)
+    return TOP + (box["high"] - scaled(y, box["log"])) / (box["high"] - box["low"]) * (HEIGHT - TOP - BOTTOM)
 
 
 def axes(box, unit):
@@ -125,7 +128,7 @@ def labelled(values):
         texts = [number(value, digits) for value in values]
         if len(set(texts)) == len(texts):
             break
-    return list(zip(values, texts)) if values else []
+    return list(zip(values, texts))
 
 
 def y_ticks(box):
@@ -164,16 +167,6 @@ def merge_marks(box, marks):
              + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")) for pixel, (kinds, texts) in merged.items()]
 
 
-def mark(box, pixel, kind, text):
-    return f'<path class="mark {kind}" d="M{pixel} {TOP}V{HEIGHT - BOTTOM}"><title>{escape(text)}</title></path>'
-
-
-def level(box, name, y):
-    """A dashed horizontal line."""
-    height = y_pixel(box, y)
-    return f'<path class="limit" d="M{LEFT} {height:.1f}H{WIDTH - RIGHT}"><title>{escape(name)}</title></path>'
-
-
 def stacked_chart(title, edges, parts, note=""):
     """A <figure> with a column for each part of the time, divided into the shares of all kinds.
 
@@ -210,9 +203,9 @@ def legend(names, classes=None):
     return f'<div class="legend">{items}</div>'
 
 
-def spark(y, width=40):
-    """A curve as one line of text for a terminal: "\u2581\u2582\u2585\u2588"; "" without values."""
-    _, mean, _, _ = thin(np.arange(len(y)), y, width)
+def spark(y):
+    """A curve as at most 40 characters of text for a terminal: "\u2581\u2582\u2585\u2588"; "" without values."""
+    _, mean, _, _ = thin(np.arange(len(y)), y, 40)
     if not len(mean):
         return ""
     low, high = float(np.min(mean)), float(np.max(mean))

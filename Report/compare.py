@@ -19,7 +19,7 @@ from Runtime.errors import DONE, InputError, parse_options, run_program
 
 # Keys that say where a run is, not what it does.
 PLACES = ("run.models", "run.logs", "run.notify", "data.name", "data.cache", "data.stage")
-SMOOTH = 20  # steps of the running mean of a curve
+SMOOTH, POINTS = 20, 150  # steps of the running mean of a curve; points of it at most
 
 
 def short_names(runs):
@@ -61,11 +61,11 @@ def overlaid(runs, names):
     return grid(charts)
 
 
-def mean_alone(name, x, y, points=150):
-    """At most `points` points of a curve, so that it has no band: bands of several runs would hide each other."""
-    if len(x) <= points:
+def mean_alone(name, x, y):
+    """At most POINTS points of a curve, so that it has no band: bands of several runs would hide each other."""
+    if len(x) <= POINTS:
         return name, x, y
-    chosen = np.unique(np.linspace(0, len(x) - 1, points).astype(int))
+    chosen = np.unique(np.linspace(0, len(x) - 1, POINTS).astype(int))
     return name, x[chosen], y[chosen]
 
 

@@ -53,15 +53,15 @@ def table_html(header, rows, caption="", formats=None, explained=None):
     Raises InputError if a row or `formats` does not have one entry per column.
     """
     lines, right = _cells(header, rows, formats)
-    links = [[None] * len(header), *[[cell[1] if isinstance(cell, tuple) else None for cell in row] for row in rows]]
-    for number, (cells, sides) in enumerate(zip(lines, right)):
-        tag = "td" if number else "th"
-        links[number] = [link and quote(link, errors="surrogateescape") for link in links[number]]  # not all are UTF-8
-        cells = [escape(cell) if link is None else f'<a href="{escape(link)}">{escape(cell)}</a>'
-                 for cell, link in zip(cells, links[number])]
-        hints = [_hint((explained or {}).get(name)) if number == 0 else "" for name in header]
-        cells = [f"<{tag}{' class=num' * side}{hint}>{cell}</{tag}>" for cell, side, hint in zip(cells, sides, hints)]
-        lines[number] = f"<tr>{''.join(cells)}</tr>\n"
+    for number, (texts, sides, cells) in enumerate(zip(lines, right, [header, *rows])):
+        tag, html = "td" if number else "th", ""
+        for text, side, cell in zip(texts, sides, cells):
+            text = escape(text)
+            if isinstance(cell, tuple) and cell[1] is not None:  # not all paths are UTF-8
+                text = f'<a href="{escape(quote(cell[1], errors="surrogateescape"))}">{text}</a>'
+            hint = "" if number else _hint((explained or {}).get(cell))
+            html += f"<{tag}{' class=num' * side}{hint}>{text}</{tag}>"
+        lines[number] = f"<tr>{html}</tr>\n"
     return (f'<div class="wide"><table><caption><span>{escape(caption)}</span></caption>\n<thead>\n{lines[0]}</thead>\n'
             f"<tbody>\n{''.join(lines[1:])}</tbody></table></div>\n")
 

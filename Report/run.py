@@ -44,33 +44,29 @@ def state_of(found, now=None):
     now = now or time.time()
     begins = [line for line in found["attempts"] if line["event"] == "begin"]
     ends = {line["attempt"]: line for line in found["attempts"] if line["event"] == "end"}
-    end = ends.get(begins[-1]["attempt"]) if begins else None
-    if end is None:
-        return at_work(found, begins, now)
-    decision = end.get("decision", "done" if end["cause"] == "done" else "continue")
-    said, when = end.get("sentence", end["cause"]), moment(end["time"])
-    if decision == "done":
-        return "done", f"Done since {when}: {said}"
-    if decision == "stop":
-        return "stopped", f"Stopped since {when}: {said}"
-    if found["lock"]:
-        return "waiting", f"Between two rounds since {when}: {said}"
-    return "waiting", f"Waiting since {when} to be started again with the same command: {said}"
-
-
-def at_work(found, begins, now):
-    """`state_of` a run whose newest attempt has no end yet."""
-    crumbs = {rank: line for rank, line in found["now"].items() if begins and line["attempt"] == begins[-1]["attempt"]}
+    newest = begins[-1]["attempt"] if begins else None
+    if begins and newest in ends:
+        end = ends[newest]
+        decision = end.get("decision", "done" if end["cause"] == "done" else "continue")
+        said, when = end.get("sentence", end["cause"]), moment(end["time"])
+        if decision == "done":
+            return "done", f"Done since {when}: {said}"
+        if decision == "stop":
+            return "stopped", f"Stopped since {when}: {said}"
+        if found["lock"]:
+            return "waiting", f"Between two rounds since {when}: {said}"
+        return "waiting", f"Waiting since {when} to be started again with the same command: {said}"
+    crumbs = [line for line in found["now"].values() if begins and line["attempt"] == newest]
     if not crumbs:
         began = begins[-1]["time"] if begins else now
         return "running", f"Starting since {moment(began)}: no rank has written to its log yet."
-    behind = min(crumbs.values(), key=lambda line: line["number"])
+    behind = min(crumbs, key=lambda line: line["number"])
     mode = f" ({behind['mode']})" if behind["mode"] else ""
     where = f"rank {behind['rank']} on {behind['host']} is in {behind['phase']}{mode} of step {behind['step']}"
-    newest = max(line["time"] for line in crumbs.values())
-    if now > max(line["time"] + line["deadline"] for line in crumbs.values()) + QUIET_S:
-        return "silent", (f"Silent since {moment(newest)}, beyond its deadline: {where}. Either the run has died, "
-                          "and the same command continues it, or this is a copy of its folder.")
+    if now > max(line["time"] + line["deadline"] for line in crumbs) + QUIET_S:
+        heard = moment(max(line["time"] for line in crumbs))
+        return "silent", (f"Silent since {heard}, beyond its deadline: {where}. Either the run has died, and the same "
+                          "command continues it, or this is a copy of its folder.")
     return "running", f"Running: {where}, since {now - behind['time']:.0f} s."
 
 
@@ -357,17 +353,11 @@ def as_text(found):
 
 def curve_rows(found):
     """A row for each loss and validation score: name, first and last value, the curve as characters."""
-    rows = []
-    for name in found["losses"]:
-        column = found["once"].get(f"terms.{name}", np.zeros(0))
-        known = column[~np.isnan(column)]
-        rows.append([name, number(known[0]), number(known[-1]), "", spark(known)] if len(known)
-                    else [name, "-", "-", "", ""])
-    for name, lines in found["scores"].items():
-        if lines:
-            values = [line[name] for line in lines]
-            rows.append([name, number(values[0]), number(values[-1]), "", spark(values)])
-    return rows
+    curves = {name: found["once"].get(f"terms.{name}", np.zeros(0)) for name in found["losses"]}
+    curves = {name: column[~np.isnan(column)] for name, column in curves.items()}
+    curves.update({name: [line[name] for line in lines] for name, lines in found["scores"].items() if lines})
+    return [[name, number(values[0]), number(values[-1]), "", spark(values)] if len(values)
+            else [name, "-", "-", "", ""] for name, values in curves.items()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -377,16 +367,14 @@ def curve_rows(found):
 def report(args):
     """Write the page, print the text, or both, once. Returns: the word of the run's state."""
     found = read_run(args.run)
-    path = args.out or args.run / "report.html"
     word, sentence = state_of(found)
     if not args.text or args.follow:
         refresh = args.follow and word not in ("done", "stopped")
-        path = write_report(found, path, FOLLOW_S if refresh else None)
+        path = write_report(found, args.out or args.run / "report.html", FOLLOW_S if refresh else None)
     if args.text:
         print("\033[2J\033[H" * (args.follow and sys.stdout.isatty()) + as_text(found), flush=True)
     else:
-        size = size_text(path.stat().st_size)
-        print(f"{sentence}\nreport: {path.resolve()} ({size})", flush=True)
+        print(f"{sentence}\nreport: {path.resolve()} ({size_text(path.stat().st_size)})", flush=True)
     return word
 
 

@@ -86,17 +86,6 @@ def deformed_copies(case, model):
     return copies
 
 
-def pair_table(cases, mean):
-    """Header, rows and formats of the table of pairs. mean: {key: mean over the cases}."""
-    header = ["pair", "Dice before", "Dice after", "gain", "refined", "folded %", "seconds"]
-    rows = []
-    for case in [*cases, {"pair": "mean", **mean}]:
-        gain = case["after"] - case["before"]
-        rows.append([case["pair"], case["before"], case["after"], gain, case["refined"], case["folding"],
-                     case["seconds"]])
-    return header, rows, [None, ".3f", ".3f", "+.3f", ".3f", ".3f", ".2f"]
-
-
 def pair_pictures(cases):
     """The worst and the best pair, as HTML; the best one is written as registration.png too."""
     worst = min(cases, key=lambda case: case["after"])
@@ -132,7 +121,10 @@ def write_report(cases, found, model, seconds):
              ("Dice refined", f"{mean['refined']:.3f}", f"{STEPS} steps of optimisation for each pair"),
              ("Folded voxels", f"{mean['folding']:.3f} %", "determinant of the Jacobian <= 0"),
              ("Time", f"{seconds / 60:.1f} min", "data, training, registration")]
-    header, rows, formats = pair_table(cases, mean)
+    header = ["pair", "Dice before", "Dice after", "gain", "refined", "folded %", "seconds"]
+    rows = [[case["pair"], case["before"], case["after"], case["after"] - case["before"], case["refined"],
+             case["folding"], case["seconds"]] for case in [*cases, {"pair": "mean", **mean}]]
+    formats = [None, ".3f", ".3f", "+.3f", ".3f", ".3f", ".2f"]
     pictures = pair_pictures(cases)
     gallery = gallery_figure(deformed_copies(cases[0], model))
     page.write_page(

@@ -18,7 +18,7 @@ from Inference.bids import require_own_names
 from Inference.labels import apply_label, vote
 from Inference.outputs import grid_header, write_warped
 from Inference.results import do_all, kept_rows, read_results, require_apart
-from Report.page import cards_html, findings_html, table_html, write_page
+from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
 from Study import common
@@ -277,12 +277,11 @@ def write_results_page(out, rows, failed, args, count):
                          f"{row['verdict']}, doubt {row['doubt']:.2f}{score}"))
     cards = [("images", len(rows), f"{len(failed)} left out" if failed else ""), ("atlases", count, ""),
              ("doubt", average([row["doubt"] for row in rows]) if rows else None, "mean over the labelled voxels")]
-    sections = [("", cards_html(cards) + findings_html(common.findings_of(rows, failed))),
-                ("Images", table_html(header, lines, "Click on a heading to sort. labels.tsv has every label: "
+    sections = [("Images", table_html(header, lines, "Click on a heading to sort. labels.tsv has every label: "
                                                      "volume, doubt and, if the image has its own labels, Dice.",
                                                      formats)),
                 ("Labels and doubt", gallery_html(pictures) + "<p>The outlines are the labels. Red is doubt, the share "
                  "of the votes that the label did not get.</p>\n")]
     how = "joined by the local similarity of each atlas" if args.join == "joint" else "by majority"
-    return write_page(out / "segment.html", "Segmentation by atlases", f"Labels of {args.atlases}, {how}.", sections,
-                      sortable=True)
+    return common.write_study_page(out / "segment.html", "Segmentation by atlases",
+                                   f"Labels of {args.atlases}, {how}.", cards, rows, failed, sections)

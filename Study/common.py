@@ -21,6 +21,7 @@ from Dataloader.volume import axes
 from Inference.outputs import make_folder, scores_of
 from Inference.registration import register
 from Inference.results import file_digests, read_results, source_digests, write_results
+from Report.page import cards_html, findings_html, write_page
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import as_stored, require_file, write_file
@@ -63,11 +64,14 @@ def dims_of(path):
     return axes(path, open_nifti(path).shape)
 
 
-def findings_of(rows, failed):
-    """The findings for `findings_html`: subjects left out, verdicts that are not ok, and all warnings."""
+def write_study_page(path, title, lead, cards, rows, failed, sections):
+    """Headline results, then subjects left out, verdicts that are not ok and all warnings, then the sections, whose
+    tables can be sorted. Returns: the page's path."""
     said = [("failed", "left out", f"{entry['name']}: {entry['reason']}") for entry in failed]
     said += [(row["verdict"], row["verdict"], f"{row['name']}: {row['reason']}") for row in rows if row.get("reason")]
-    return said + [("doubtful", "warning", sentence) for row in rows for sentence in row["warnings"]]
+    said += [("doubtful", "warning", sentence) for row in rows for sentence in row["warnings"]]
+    top = cards_html(cards) + findings_html(said)
+    return write_page(path, title, lead, [("", top), *sections], sortable=True)
 
 
 def finished_row(row, entry, out, paths):

@@ -58,7 +58,7 @@ def weigh(image, atlases, maps, disputed):
                              key=lambda shift: np.square(shift).sum())) @ strides  # ties go to the shortest
     places = np.ravel_multi_index(tuple(axis + reach for axis in np.nonzero(disputed)), image.shape)
     flat, flats = torch.from_numpy(image.ravel()), [torch.from_numpy(atlas.ravel()) for atlas in atlases]
-    best = [best_shift(image, atlas, shifts, strides, places, 2 * PATCH + 1) for atlas in atlases]
+    best = [best_shift(image, atlas, shifts, places, 2 * PATCH + 1) for atlas in atlases]
     cube = torch.from_numpy(cube)
     weights = []
     for start in range(0, len(places), CHUNK):
@@ -71,7 +71,7 @@ def weigh(image, atlases, maps, disputed):
     return torch.cat(weights).numpy(), voted
 
 
-def best_shift(image, atlas, shifts, strides, places, width):
+def best_shift(image, atlas, shifts, places, width):
     """The shift, in steps of the flat array, that makes an atlas look most like the image around each place: (n,).
 
     The measure is the correlation of the two patches, by running sums over the whole box. width: of a patch, in voxels.

@@ -23,10 +23,10 @@ from Inference.labels import apply_field, apply_label, without_affine
 from Inference.outputs import scores_of
 from Inference.results import do_all, read_results
 from Inference.verdict import VERDICTS, judge
-from Report.page import cards_html, findings_html, table_html, write_page
+from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
-from Study.common import aligned, dims_of, end, findings_of, finished_row, locked, volumes_of, write_table
+from Study.common import aligned, dims_of, end, finished_row, locked, volumes_of, write_study_page, write_table
 from Study.template import LABEL, in_voxels, log_matrix, logarithm
 from Study.thumbnails import gallery_html, thumbnail
 
@@ -228,7 +228,7 @@ def write_maps_page(out, rows, failed, args):
               entry["voxels"]] for entry in table]
     cards = [(f"{what}s", len(rows), f"{len(failed)} left out" if failed else ""),
              ("labels", len(rows[0]["labels"]) if rows else 0, ""), ("smoothed by", f"{args.smooth:g} mm", "")]
-    sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed)))]
+    sections = []
     if lines:
         head = [what, "label", "change, %", "without the affine part, %", "voxels"]
         sections.append(("Labels", table_html(head, lines, "Mean change of volume. Click on a heading to sort.",
@@ -238,4 +238,4 @@ def write_maps_page(out, rows, failed, args):
                      + gallery_html(pictures)))
     lead = ("The change from the first scan to each later one, half-way between them." if args.scans else
             "How much larger or smaller each subject is than the template.")
-    return write_page(out / "jacobian.html", "Change of volume", lead, sections, sortable=True)
+    return write_study_page(out / "jacobian.html", "Change of volume", lead, cards, rows, failed, sections)

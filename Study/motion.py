@@ -15,11 +15,11 @@ from Dataloader.nifti import READ_ERRORS, checked_image, open_nifti, read_affine
 from Diffusion.metrics import average
 from Inference.results import do_all
 from Report.charts import grid, line_chart
-from Report.page import cards_html, findings_html, table_html, write_page
+from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
-from Study.common import aligned, end, findings_of, finished_row, locked, write_table
+from Study.common import aligned, end, finished_row, locked, write_study_page, write_table
 from Study.thumbnails import gallery_html, thumbnail
 
 BLOCK = 10  # frames
@@ -55,7 +55,7 @@ def motion(args):
             if not rows:
                 raise InputError(failed[0]["reason"])
             if number < passes - 1:
-                write_volume(out / "reference.nii.gz", mean_of(rows, shape), affine)
+                write_volume(out / "reference.nii.gz", mean_of(rows), affine)
         table = join(out, rows, args.series, shape, affine)
         page = write_motion_page(out, table, failed, affine, args)
         mean = average([row["framewise_displacement"] for row in table])
@@ -105,7 +105,7 @@ def blocks_of(rows):
     return [np.load(Path(row["folder"]) / f"{row['name']}.npy", mmap_mode="r") for row in rows]
 
 
-def mean_of(rows, shape):
+def mean_of(rows):
     """The mean of all aligned frames, (D, H, W) float32."""
     total = sum(np.asarray(block, np.float64).sum(-1) for block in blocks_of(rows))
     return (total / sum(len(row["frames"]) for row in rows)).astype(np.float32)
@@ -168,11 +168,10 @@ def write_motion_page(out, table, failed, affine, args):
               for title, keys in (("shift from the reference, mm", PARAMETERS[:3]),
                                   ("rotation from the reference, radians", PARAMETERS[3:]),
                                   ("displacement from frame to frame, mm", ("framewise_displacement",)))]
-    sections = [("", cards_html(cards) + findings_html(findings_of([], failed))),
-                ("Motion", grid(charts)),
+    sections = [("Motion", grid(charts)),
                 ("Volumes", gallery_html(pictures)),
                 ("Frames", table_html(header, lines, "Shifts in mm, rotations in radians. Click on a heading to "
                                                      "sort.",
                                       [None, *[".4f"] * 6, ".3f", ".3f", ".3f", None]))]
-    return write_page(out / "motion.html", "Motion", f"{args.series}, aligned to {args.reference}.", sections,
-                      sortable=True)
+    lead = f"{args.series}, aligned to {args.reference}."
+    return write_study_page(out / "motion.html", "Motion", lead, cards, [], failed, sections)

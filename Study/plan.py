@@ -172,24 +172,23 @@ def advise(purpose, count, labelled, data):
 
 def write_plan_page(out, args, items, seen, bad, chosen, advice):
     """Write plan.html. Returns: the page's path."""
-    sizes = [row["size_mm"] for row in seen]
     cards = [("volumes", len(items), f"{len(bad)} left out" if bad else ""),
              ("grid", " x ".join(map(str, chosen["img_size"])), f"of {chosen['spacing_mm']} mm"),
              ("memory of a step", f"{chosen['memory_gib']} GiB", ""),
              ("a step", f"{chosen['step_seconds']} s",
               "by a trial convolution: a large grid may take up to four times as long"),
              ("the training", f"{chosen['hours']} h", f"{chosen['steps']} steps")]
-    rows = [["size, mm", *(f"{n:.0f}" for n in np.min(sizes, 0)), *(f"{n:.0f}" for n in np.max(sizes, 0))],
-            ["voxel, mm", *(f"{n:.2f}" for n in np.min([row["voxel_mm"] for row in seen], 0)),
-             *(f"{n:.2f}" for n in np.max([row["voxel_mm"] for row in seen], 0))]]
+    rows = [[f"{key}, mm", *(f"{n:.{digits}f}" for bound in (np.min, np.max)
+                             for n in bound([row[f"{key}_mm"] for row in seen], 0))]
+            for key, digits in (("size", 0), ("voxel", 2))]
     axes = ["right", "front", "up"][:seen[0]["dims"]]
     ranges = [[row["id"], *row["range"]] for row in seen if "range" in row]
     command = f"omnimorph prepare --config {out / 'config.yaml'}, then omnimorph train with the same config"
     sections = [("", cards_html(cards) + findings_html([("ok", "advice", advice), ("ok", "to train", command),
                                                         *(("doubtful", "left out", f"{name}: {reason}")
                                                           for name, reason in bad)])),
-                ("Sizes", table_html(["", *(f"least, {axis}" for axis in axes), *(f"most, {axis}" for axis in axes)],
-                                     rows, "Over all volumes, with their axes turned to right, front and up.")),
+                ("Sizes", table_html(["", *(f"{bound}, {axis}" for bound in ("least", "most") for axis in axes)], rows,
+                                     "Over all volumes, with their axes turned to right, front and up.")),
                 ("Intensities", table_html(["volume", "percentile 0.5", "percentile 99.5"], ranges,
                                            "These are the volumes that were opened."))]
     return write_page(out / "plan.html", "Plan", f"{args.data}, to {args.purpose}.", sections)

@@ -15,10 +15,10 @@ from Inference.labels import apply_field
 from Inference.results import do_all, read_results
 from Inference.scores import COLUMNS, heading, in_range
 from Inference.verdict import LEAST_LIST, LEAST_SPREAD, OUTLIER, VERDICTS, judge_list
-from Report.page import cards_html, findings_html, table_html, write_page
+from Report.page import table_html
 from Runtime.errors import InputError
 from Runtime.files import write_file
-from Study.common import dims_of, end, findings_of, finished_row, locked, write_table
+from Study.common import dims_of, end, finished_row, locked, write_study_page, write_table
 from Study.thumbnails import gallery_html, thumbnail
 
 BAD_SIDE = {"similarity": -1, "dice": -1, "tre_mm": 1, "folding_body_percent": 1, "sdlogj": 1, "covered_percent": -1,
@@ -138,8 +138,7 @@ def write_qc_page(out, rows, failed, args):
     pictures = [(row["name"], (out / "thumbnails" / row["picture"]).read_bytes(), row["name"],
                  row["verdict"] + (f", outlier in {heading(row['outlier'])}" if row["outlier"] else ""))
                 for row in rows]
-    sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed))),
-                ("Numbers", table_html(header, lines, "The worst come first. Click on a heading to sort. by: robust "
+    sections = [("Numbers", table_html(header, lines, "The worst come first. Click on a heading to sort. by: robust "
                                                       "standard deviations from the median, on the bad side; above "
                                                       "5 is an outlier.",
                                        [None, None, None, ".1f", *[".3g"] * len(shown)])),
@@ -147,4 +146,4 @@ def write_qc_page(out, rows, failed, args):
                  "labels or the outline of the fixed volume in orange and the warped labels in blue. A segmented image "
                  "shows its labels, with their doubt in red.</p>\n")]
     lead = f"{len(rows)} results of {', '.join(map(str, args.results))}."
-    return write_page(out / "qc.html", "Quality control", lead, sections, sortable=True)
+    return write_study_page(out / "qc.html", "Quality control", lead, cards, rows, failed, sections)

@@ -27,7 +27,7 @@ from Inference.registration import Known
 from Inference.results import damage, do_all, file_digests, read_results, source_digests
 from Inference.verdict import judge_list
 from Report.charts import grid, line_chart
-from Report.page import cards_html, findings_html, table_html, write_page
+from Report.page import table_html
 from Runtime import __version__
 from Runtime.device import pick_device
 from Runtime.errors import InputError, attempt
@@ -103,7 +103,10 @@ def build(items, options, settings, out, args):
     (out / "results.json").unlink(missing_ok=True)  # of another template
     left_out, history, starts = {}, [], {}
     start = read_source(str(args.start or middle_subject(items, left_out)), "start")
-    extent_mm, finest_mm = field_of_view(start, args.spacing)
+    canonical, turned = to_canonical(start.array, start.affine)
+    voxel_mm = np.linalg.norm(turned[:3, :canonical.ndim], axis=0)
+    extent_mm = np.array(canonical.shape) * voxel_mm
+    finest_mm = args.spacing or float(np.exp(np.log(voxel_mm).mean()))  # a cube as large as its voxels
     factors = [2 if number <= args.rounds // 2 else 1 for number in range(args.rounds + 1)]
     image, affine = rescale(start.array, *intensity_range(start.array)), start.affine
     for number, factor in enumerate(factors):
@@ -155,16 +158,6 @@ def middle_subject(items, left_out):
     if not sizes:
         raise InputError(f"{items[0]['image']}: no volume of the group can be read ({left_out[items[0]['id']]}).")
     return sorted(sizes)[len(sizes) // 2][2]
-
-
-def field_of_view(volume, spacing_mm):
-    """Extent of a volume along the axes of the world, (N,) in mm, and the voxel side of its template.
-
-    spacing_mm: 0 for the side of a cube as large as the volume's voxels.
-    """
-    canonical, affine = to_canonical(volume.array, volume.affine)
-    voxel_mm = np.linalg.norm(affine[:3, :canonical.ndim], axis=0)
-    return np.array(canonical.shape) * voxel_mm, spacing_mm or float(np.exp(np.log(voxel_mm).mean()))
 
 
 def onto_template(out, options, starts, before, pair, folder, earlier):
@@ -409,12 +402,11 @@ def write_template_page(out, rows, failed, history, args):
               for key, title in (("moved", "template moved, mean, voxels"),
                                  ("sharpness", "mean gradient of the plain mean, per mm"),
                                  ("similarity", "similarity, mean of subjects"))]
-    sections = [("", cards_html(cards) + findings_html(common.findings_of(rows, failed))),
-                ("The template", gallery_html([("template", thumbnail(image, affine, outline), TEMPLATE, "")])),
+    sections = [("The template", gallery_html([("template", thumbnail(image, affine, outline), TEMPLATE, "")])),
                 ("Convergence", grid(charts) + "<p>Each round registers all subjects to the template and moves it to "
                  "their middle.</p>\n" + gallery_html(rounds)),
                 ("Subjects", table_html(["subject", "verdict", *[word.replace("_percent", " %") for word in shown]],
                                         lines, "Click on a heading to sort.", [None, None, *[".3f"] * len(shown)])),
                 ("Subjects on the template", gallery_html(pictures))]
     lead = f"Of {len(rows)} subjects, in {args.rounds} rounds, on {' x '.join(map(str, image.shape))} voxels."
-    return write_page(out / "template.html", "Template", lead, sections, sortable=True)
+    return common.write_study_page(out / "template.html", "Template", lead, cards, rows, failed, sections)

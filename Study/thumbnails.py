@@ -45,7 +45,11 @@ def thumbnail(image, affine, outlines=(), heat=None):
         sides = spacing if axis is None else np.delete(spacing, axis)
         tiles.append(tile(planes, sides, limits, [colour for _, colour in outlines], heat is not None))
     height = max(len(each) for each in tiles)
-    return png(np.concatenate([np.pad(each, ((height - len(each), 0), (0, 2))) for each in tiles], 1))
+    picture = np.concatenate([np.pad(each, ((height - len(each), 0), (0, 2))) for each in tiles], 1)
+    file, image = io.BytesIO(), Image.fromarray(picture)
+    image.putpalette(palette().tobytes())
+    image.save(file, "png", optimize=True)
+    return file.getvalue()
 
 
 def tile(planes, sides, limits, colours, has_heat):
@@ -71,14 +75,6 @@ def tile(planes, sides, limits, colours, has_heat):
             edge = inside & ~ndimage.binary_erosion(inside)
             picture[edge[1:-1, 1:-1]] = GREYS + (number if colour is None else colour) % len(COLOURS)
     return picture
-
-
-def png(picture):
-    """Palette indices (height, width) as the bytes of a PNG file."""
-    image, file = Image.fromarray(picture.astype(np.uint8)), io.BytesIO()
-    image.putpalette(palette().tobytes())
-    image.save(file, "png", optimize=True)
-    return file.getvalue()
 
 
 def gallery_html(pictures):

@@ -27,6 +27,14 @@ def forked(program, log, *words, code):
     return json.loads(printed.splitlines()[-1])
 
 
+def stand_in(folder, *lines):
+    """An interpreter for the scripts that runs these lines of bash. Returns: its path."""
+    python = folder / "python"
+    python.write_text("\n".join(["#!/usr/bin/env bash", *lines, ""]))
+    python.chmod(0o755)
+    return str(python)
+
+
 def verdicts(done):
     return {name: found["verdict"] for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
 
@@ -104,21 +112,16 @@ def test_the_fix_is_verified_by_both_operations():
     (0, 0, 0, "neither leaks here"), (1, 0, 0, "the fix holds"), (0, 1, 1, "UpsampleConv leaks here"),
     (43, 0, 43, "no such device")])
 def test_what_the_fix_is_worth_follows_from_both_exit_codes(tmp_path, transposed, upsampling, code, said):
-    python = tmp_path / "python"
-    python.write_text('#!/usr/bin/env bash\n'
-                      f'code={transposed}\n[[ "$*" == *UpsampleConv* ]] && code={upsampling}\n'
-                      '((code == 43)) && echo no such device >&2\n'
-                      '((code <= 1)) && echo "what grows with every iteration: it"\nexit $code\n')
-    python.chmod(0o755)
-    done = run("bash", ROOT / "Scripts/bash_verify_fix.sh", *SMALL, PYTHON=str(python))
+    python = stand_in(tmp_path, f"code={transposed}", f'[[ "$*" == *UpsampleConv* ]] && code={upsampling}',
+                      "((code == 43)) && echo no such device >&2",
+                      '((code <= 1)) && echo "what grows with every iteration: it"', "exit $code")
+    done = run("bash", ROOT / "Scripts/bash_verify_fix.sh", *SMALL, PYTHON=python)
     assert done.returncode == code and said in (done.stderr if code == 43 else done.stdout.splitlines()[-1])
 
 
 def test_a_log_on_the_disk_has_what_was_said_of_both_operations(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/usr/bin/env bash\necho "$*"\necho "what grows with every iteration: nothing"\n')
-    python.chmod(0o755)
-    run("bash", "-c", f"bash {ROOT}/Scripts/bash_verify_fix.sh > {tmp_path}/log 2>&1", PYTHON=str(python))
+    python = stand_in(tmp_path, 'echo "$*"', 'echo "what grows with every iteration: nothing"')
+    run("bash", "-c", f"bash {ROOT}/Scripts/bash_verify_fix.sh > {tmp_path}/log 2>&1", PYTHON=python)
     text = (tmp_path / "log").read_text()
     assert all(word in text for word in ("--only ConvTranspose3d", "--only UpsampleConv", "neither leaks here")), text
 
@@ -128,10 +131,8 @@ def test_a_log_on_the_disk_has_what_was_said_of_both_operations(tmp_path):
     ("error: unrecognized arguments: --wrong", 1, 43)])
 def test_the_leak_script_tells_a_leak_from_what_it_cannot_run(tmp_path, said, code, expected):
     """torch's launcher says 1 for whatever code a rank has."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/usr/bin/env bash\necho "{said}"\nexit {code}\n')
-    python.chmod(0o755)
-    done = run("bash", ROOT / "Scripts/bash_diagnose_leak.sh", PYTHON=str(python), RANKS="2")
+    python = stand_in(tmp_path, f'echo "{said}"', f"exit {code}")
+    done = run("bash", ROOT / "Scripts/bash_diagnose_leak.sh", PYTHON=python, RANKS="2")
     assert done.returncode == expected and said in done.stdout
     with pytest.raises(SystemExit) as refused:
         leaks.parse_arguments("", ["--wrong"])
@@ -140,10 +141,8 @@ def test_the_leak_script_tells_a_leak_from_what_it_cannot_run(tmp_path, said, co
 
 def test_without_a_verdict_there_is_none(tmp_path):
     """A Python without torch ends with 1 as well, and so does --help with 0."""
-    python = tmp_path / "python"
-    python.write_text("#!/usr/bin/env bash\necho ModuleNotFoundError: torch >&2\nexit 1\n")
-    python.chmod(0o755)
-    done = run("bash", ROOT / "Scripts/bash_verify_fix.sh", *SMALL, PYTHON=str(python))
+    python = stand_in(tmp_path, "echo ModuleNotFoundError: torch >&2", "exit 1")
+    done = run("bash", ROOT / "Scripts/bash_verify_fix.sh", *SMALL, PYTHON=python)
     assert done.returncode == 43 and "there is no verdict on ConvTranspose3d" in done.stderr
     assert "leak here" not in done.stdout
 

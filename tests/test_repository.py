@@ -62,14 +62,6 @@ def test_links_lead_somewhere(page):
     assert page.name == "README.md" or all(path.parent == ROOT / "docs" for path, _ in links(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_are_free_of_translated_phrases(page):
-    """Phrases that no engineer would say: inverted conditions, programs that are persons."""
-    phrases = (r"\b[Ww]here there (?:is|are) |\bcomes? along\b|\bgoes on\b|\basked for\b|\bis told who\b|\bof itself\b|"
-               r"\b[Ww]ho wants\b|\bsays so\b|\bwhat it takes\b|\bfor want of\b|\bwhat is to be\b")
-    assert not re.findall(phrases, prose(page))
-
-
 def test_files_that_are_named_exist():
     folders = "Config|Inference|Diffusion|Dataloader|Runtime|Report|Scripts|tests|docs"
     name = rf"`((?:{folders})/[\w./-]*|(?:OM_|bash_|requirements|README|progress|mkdocs)[\w.-]*\.\w+)`"

@@ -93,6 +93,7 @@ def run(place, *words, out="out"):
                           "--device", "cpu", "--out", str(place / out), *words])
 
 
+@pytest.mark.slow
 def test_the_template_lies_in_the_middle_and_is_sharper_than_the_mean(place):
     results = json.loads((place / "out/results.json").read_text())
     assert results["complete"] and len(results["pairs"]) == 3
@@ -129,12 +130,6 @@ def test_a_second_run_keeps_it_and_a_broken_off_one_gives_the_same(place, capsys
     assert (place / "out/template.nii.gz").read_bytes() == template
 
 
-def test_what_makes_no_group_is_refused(place, capsys):
-    words = ["template", "--images", str(place / "group/imagesTr/s_0.nii.gz"), "--out", str(place / "one")]
-    assert OM_study.main(words) == 43 and "a template needs 2 subjects" in capsys.readouterr().err
-    assert run(place, "--rounds", "0", out="none") == 43 and "--rounds 0: it must be 1" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is made again
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,6 +152,12 @@ def make(folder):
     """Run the command. Returns: its exit code."""
     return OM_study.main(["template", "--images", str(folder / "group"), "--start", str(folder / "start.nii.gz"),
                           "--rounds", "1", "--affine", "rigid", "--device", "cpu", "--out", str(folder / "out")])
+
+
+def test_what_makes_no_group_is_refused(small, capsys):
+    words = ["template", "--images", str(small / "group/s_0.nii.gz"), "--out", str(small / "none")]
+    assert OM_study.main(words) == 43 and "a template needs 2 subjects" in capsys.readouterr().err
+    assert OM_study.main([*words, "--rounds", "0"]) == 43 and "--rounds 0: it must be 1" in capsys.readouterr().err
 
 
 def test_a_template_that_is_broken_off_at_its_end_repeats_no_round(small, capsys):

@@ -290,8 +290,8 @@ def table_rows(findings, nodes, tasks):
         of_check = [checks[check] for _, checks in sorted(findings.items()) if check in checks]
         bad = [finding for finding in of_check if finding["ok"] is False]
         shown = bad or [finding for finding in of_check if finding["ok"] is None]
-        add_rows(rows, "FAILED" if bad else "skipped", shown, findings)
-        add_rows(rows, "late", [finding for finding in of_check if finding["ok"] and finding.get("late")], findings)
+        add_rows(rows, "FAILED" if bad else "skipped", shown)
+        add_rows(rows, "late", [finding for finding in of_check if finding["ok"] and finding.get("late")])
         well = [finding for finding in of_check if finding["ok"] and not finding.get("late")]
         if well and not shown:
             worst = max(well, key=lambda finding: finding.get("worst", 0))
@@ -299,17 +299,15 @@ def table_rows(findings, nodes, tasks):
     return rows
 
 
-def add_rows(rows, state, of_check, findings):
-    """Append one row for each different sentence among the findings `of_check`, which are all of the same check."""
+def add_rows(rows, state, of_check):
+    """Append one row for each different sentence among the findings `of_check` of one check, in the order of ranks."""
     for (said, do), ranks in groups({f["rank"]: (f["said"], f["do"]) for f in of_check}).items():
-        check = of_check[0]["check"]
-        names = dict.fromkeys(findings[rank][check]["node"] for rank in ranks)
-        hosts = {findings[rank][check]["node"]: findings[rank][check]["host"] for rank in ranks}
-        shown = [f"{name} ({hosts[name]})" if hosts[name] not in ("", name) else name for name in names]
+        hosts = {f["node"]: f["host"] for f in of_check if f["rank"] in ranks}
+        shown = [f"{node} ({host})" if host not in ("", node) else node for node, host in hosts.items()]
         where = ", ".join(shown[:MOST_NODES])
         if len(shown) > MOST_NODES:
             where += f" and {len(shown) - MOST_NODES} more"
-        rows.append([check, state, where, ranges(ranks), said.removeprefix("skipped: "), do])
+        rows.append([of_check[0]["check"], state, where, ranges(ranks), said.removeprefix("skipped: "), do])
 
 
 def decide(cfg, nodes, tasks, bad, rows):

@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import ROOT, in_one_sentence, our_commit
+from common import ROOT, in_one_sentence, kept_json, our_commit
 from scipy import stats
 from torch import nn
 from tqdm import tqdm
@@ -385,11 +385,9 @@ def methods_of(args):
 def run_method(method, volumes, tests, held_out, model, args, cfg):
     """{"shots": {"subset": [Dice of each seed]}}, written after each training."""
     path = args.out / f"{method}.json"
-    settings = json.loads(json.dumps([args.steps, args.draws, args.share, args.no_common, args.test_ids,
-                                      args.test_volumes, args.start, args.stride, cfg, weights_of(method, args)]))
-    scores = {}
-    if args.resume and path.is_file() and (found := json.loads(path.read_text()))["settings"] == settings:
-        scores = found["scores"]
+    settings = [args.steps, args.draws, args.share, args.no_common, args.test_ids, args.test_volumes, args.start,
+                args.stride, cfg, weights_of(method, args)]
+    scores = kept_json(path, settings, args.resume).get("scores", {})
     seeds = 1 if method in BROUGHT else args.seeds
     work = [(shots, number, seed) for shots in args.shots for number in range(args.subsets) for seed in range(seeds)]
     orders = orders_of(volumes, args.subsets)

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import ROOT
+from common import ROOT, hippocampus
 
 from Dataloader.synthetic import write_dataset
 from Report.page import text_table
@@ -62,12 +62,7 @@ def volumes(folder):
              "om": [f"data.root={folder}/om", *ids, "data.img_size=64", "data.batchsize=1", "data.name=om",
                     "run.keep_last=1", "data.in_memory=true", "model.affine_match=true", "model.local_match=true",
                     "optim.average=0.998"]}
-    real = ROOT.parent / "shared/data/hippocampus"
-    if real.is_dir():
-        return {**words, "hippocampus": [f"data.root={real}"]}
-    write_dataset(folder / "hippocampus", range(38), (36, 50, 36))
-    ids = ["data.train_ids=0-35", "data.val_ids=36-37", "data.expect_samples=36"]
-    return {**words, "hippocampus": [f"data.root={folder}/hippocampus", *ids]}
+    return {**words, "hippocampus": hippocampus(folder / "hippocampus")}
 
 
 def unpack(commit, folder):

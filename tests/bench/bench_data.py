@@ -27,12 +27,12 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import torch
-from common import ROOT
+from common import ROOT, hippocampus
 from tqdm import tqdm
 
 from Dataloader.dataset import as_float, make_loader, read_ahead, read_datasets
 from Dataloader.grids import rescale
-from Dataloader.synthetic import make_subject, write_dataset
+from Dataloader.synthetic import make_subject
 from Diffusion.batch_augment import augment
 from Report.page import text_table
 from Runtime.config import load_config
@@ -212,13 +212,9 @@ def growth(overrides, folder):
 
 def wait_share(folder, steps):
     """Share of the steps of a real training in which it waits for data; and milliseconds of the phases."""
-    config, real = "Config/config_hippocampus.yaml", ROOT.parent / "shared/data/hippocampus"
+    config = "Config/config_hippocampus.yaml"
     overrides = [f"data.cache={folder}/hippocampus", f"run.models={folder}/Models", f"run.logs={folder}/Logs",
-                 f"data.root={real}"]
-    if not real.is_dir():
-        write_dataset(folder / "standing_in", range(1, 51), (36, 50, 36))
-        overrides[-1] = f"data.root={folder}/standing_in"
-        overrides += ["data.train_ids=1-38", "data.val_ids=39-50"]
+                 *hippocampus(folder / "standing_in")]
     prepare(config, overrides)
     words = [word for override in overrides for word in ("--set", override)]
     done = subprocess.run([sys.executable, "OM_train_3modes.py", "--config", config, *words,

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 from bench_registration import DATA, ROOT, TRAINING, set_words, subjects, write_json
-from common import in_one_sentence
+from common import in_one_sentence, kept_json
 
 from Inference.load_model import find_checkpoint
 from OM_train_3modes import MODES
@@ -110,7 +110,7 @@ def row(modes, volumes, equal, args, made):
 def kept_or_new(name, modes, volumes, equal, args, made):
     """The columns of a row that --resume finds, or of a new training."""
     path, settings, steps = args.out / f"{name}.json", [args.steps, args.subsets, args.overrides], args.steps
-    if args.resume and path.is_file() and (found := json.loads(path.read_text()))["settings"] == settings:
+    if found := kept_json(path, settings, args.resume):
         return found["columns"]
     if equal == "time":
         own, whole = (row(which, volumes, "steps", args, made) for which in (modes, "123"))

@@ -12,7 +12,7 @@ import argparse
 import itertools
 import sys
 
-from bench_registration import PEERS, ROOT, add_shared, ours, peer, prepare_pairs, publish, run_method
+from bench_registration import PEERS, ROOT, add_shared, by_peer, prepare_pairs, publish, run_method, without_network
 from common import in_one_sentence
 from peers import begin, peers_python
 
@@ -28,8 +28,6 @@ def parse_arguments(argv=None):
     parser.add_argument("--methods", nargs="+", choices=("refine", *BESIDE), default=("refine", *BESIDE),
                         metavar="NAME", help=f"some of refine, {', '.join(BESIDE)} (all)")
     parser.add_argument("--refine", type=int, default=60, metavar="N", help="steps of our refinement (%(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override a key of Config/config_om.yaml, such as refine.* , for ours")
     parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs")
     add_shared(parser, DATA, "bench_mouse")
     return parser.parse_args(argv)
@@ -45,17 +43,6 @@ def read_brains(data):
     return found
 
 
-def method_of(name, args, cfg, python):
-    """(generator of a method, what has to be the same to resume it). python: interpreter of the peers."""
-    if name == "refine":
-        settings = {"refine": args.refine, "overrides": args.overrides, "threads": args.threads}
-        return lambda pairs: ours(pairs, None, True, args.refine, cfg, warm_up=False), settings
-    kind, options = PEERS[name]
-    folder = args.out / "work" / name
-    return (lambda pairs: peer(pairs, kind, options, folder, python, args.threads, warm_up=False),
-            {**options, "threads": args.threads})
-
-
 @in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
@@ -66,7 +53,11 @@ def main(argv=None):
     python = peers_python(args.peers_python) if set(args.methods) & set(BESIDE) else None
     results = {}
     for name in args.methods:
-        method, settings = method_of(name, args, cfg, python)
+        if name == "refine":
+            method, settings = without_network(args.threads, args.refine, cfg, warm_up=False)
+        else:
+            folder = args.out / "work" / name
+            method, settings = by_peer(*PEERS[name], folder, python, args.threads, warm_up=False)
         results[name] = run_method(name, method, pairs, args.out / f"{name}.json", settings, args.resume)
     publish(results, args.out, "Registration of mouse brains", f"{len(pairs)} ordered pairs of {len(brains)} brains; "
             f"{args.threads} threads. Ours: affine stage and refinement of {args.refine} steps, no network.",

@@ -20,14 +20,14 @@ from bench_registration import (
     TEST,
     VALIDATION,
     add_shared,
+    by_peer,
     draw_pairs,
     identity,
-    ours,
-    peer,
     prepare_pairs,
     publish,
     run_methods,
     subjects,
+    without_network,
 )
 from common import in_one_sentence
 from matplotlib.figure import Figure
@@ -157,8 +157,6 @@ def parse_arguments(argv=None):
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
                         help=f"some of {', '.join(METHODS)} (all)")
     parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override a key of our config, such as one of refine.*; may be repeated")
     add_shared(parser, DATA, "bench_multimodal")
     return parser.parse_args(argv)
 
@@ -169,13 +167,8 @@ def method_of(name, args, python):
         return identity, {}
     if name in OURS:
         cfg = load_config(NO_NETWORK, args.overrides)
-        settings = {"refine": args.refine, "config": cfg, "threads": args.threads,
-                    "similarity": OURS[name]}
-        return lambda pairs: ours(pairs, None, True, args.refine, cfg, similarity=OURS[name]), settings
-    kind, options = PEERS[name]
-    folder = args.out / "work" / name
-    return (lambda pairs: peer(pairs, kind, options, folder, python, args.threads),
-            {"options": options, "threads": args.threads})
+        return without_network(args.threads, args.refine, cfg, similarity=OURS[name])
+    return by_peer(*PEERS[name], args.out / "work" / name, python, args.threads)
 
 
 @in_one_sentence

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import ROOT, in_one_sentence
+from common import ROOT, in_one_sentence, kept_json
 from peers import begin, clocks, peer, peers_python, spent, start_peer, write_json
 from scipy.stats import wilcoxon
 from tqdm import tqdm
@@ -164,6 +164,18 @@ def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True, **more
             yield found.field, None, seconds
 
 
+def without_network(threads, steps, cfg, **more):
+    """Affine stage and refinement without a network: generator, and what has to be the same to resume it."""
+    return (lambda pairs: ours(pairs, None, True, steps, cfg, **more),
+            {"refine": steps, "config": cfg, "threads": threads, **more})
+
+
+def by_peer(kind, options, folder, python, threads, **more):
+    """A method of peers.py: generator, and what has to be the same to resume it."""
+    return (lambda pairs: peer(pairs, kind, options, folder, python, threads, **more),
+            {"options": options, "threads": threads})
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Training: ours and VoxelMorph, on the volumes 1-60 without labels
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,9 +262,8 @@ def run_method(name, method, pairs, path, settings, resume):
     method(pairs): a generator as above. settings: what has to be the same to resume.
     """
     begin = [[pair["name"], pair["start"]] for pair in pairs]
-    settings, scores = json.loads(json.dumps({**settings, "pairs": begin})), []
-    if resume and path.exists() and (kept := json.loads(path.read_text()))["settings"] == settings:
-        scores = kept["scores"]
+    settings = {**settings, "pairs": begin}
+    scores = kept_json(path, settings, resume).get("scores", [])
     with tqdm(total=len(pairs), initial=len(scores), desc=name, unit="pair", file=sys.stderr) as bar:
         rest = pairs[len(scores):]
         for found, pair in zip(method(rest), rest) if rest else ():
@@ -363,8 +374,6 @@ def parse_arguments(argv=None):
     parser.add_argument("--labels-refine", type=int, default=20, metavar="N", help="steps of refinement, which sees no "
                         "labels, for the networks whose training had some (%(default)s)")
     parser.add_argument("--affine", action="store_true", help="align by our affine stage first, before both of ours")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override a key of our config, such as one of refine.*; may be repeated")
     parser.add_argument("--start", choices=("centre", "header"), default="centre", help="how volumes begin: by the "
                         "centres of their fields of view, as in the training, or by their headers (%(default)s)")
     parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs")
@@ -374,6 +383,8 @@ def parse_arguments(argv=None):
 
 def add_shared(parser, data, name):
     """The options that the others have too. data: the default of --data. name: of the output folder in Logs."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override a key of our config, such as one of refine.*; may be repeated")
     parser.add_argument("--threads", type=int, default=1, help="of every method (%(default)s)")
     parser.add_argument("--data", type=Path, default=data, metavar="FOLDER", help="the volumes (%(default)s)")
     parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
@@ -407,9 +418,7 @@ def method_of(name, args, models, python):
     if name == "identity":
         return identity, {}
     if name == "refine_none":
-        cfg = load_config(NO_NETWORK, args.overrides)
-        settings = {"refine": args.refine, "config": cfg, "threads": args.threads}
-        return lambda pairs: ours(pairs, None, True, args.refine, cfg), settings
+        return without_network(args.threads, args.refine, load_config(NO_NETWORK, args.overrides))
     if name in (*NETWORKS, "universal"):
         training, steps = NETWORKS.get(name, ("universal", "refine"))
         path, (net, cfg) = models[training]
@@ -427,10 +436,8 @@ def method_of(name, args, models, python):
         if not weights.is_file():
             raise InputError(f"--vxm-weights {weights}: no such file; leave it out to have them trained.")
         options = {"weights": str(weights)}
-    folder = args.out / "work" / name
-    settings = {"options": options, "threads": args.threads,
-                **({"weights": sha256(options["weights"])} if "weights" in options else {})}
-    return lambda pairs: peer(pairs, kind, options, folder, python, args.threads), settings
+    method, settings = by_peer(kind, options, args.out / "work" / name, python, args.threads)
+    return method, {**settings, **({"weights": sha256(options["weights"])} if "weights" in options else {})}
 
 
 @in_one_sentence

@@ -16,12 +16,11 @@ import time
 from pathlib import Path
 
 import torch
-from common import ROOT
+from common import ROOT, hippocampus
 from tqdm import tqdm
 
 import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches
-from Dataloader.synthetic import write_dataset
 from Diffusion.diffuser import make_condition
 from Report.page import text_table
 from Runtime.config import load_config
@@ -33,12 +32,7 @@ WARM_UP = 5
 
 def configuration(folder):
     """The hippocampus config with mode 3 always on, and its data."""
-    overrides = ["registration.gate=2", "data.repeats=100", "data.cache="]
-    real = ROOT.parent / "shared/data/hippocampus"
-    if real.is_dir():
-        return load_config(ROOT / "Config/config_hippocampus.yaml", [*overrides, f"data.root={real}"])
-    write_dataset(Path(folder) / "data", range(38), (36, 50, 36))
-    overrides += [f"data.root={folder}/data", "data.train_ids=0-37", "data.val_ids="]
+    overrides = ["registration.gate=2", "data.repeats=100", "data.cache=", *hippocampus(Path(folder) / "data")]
     return load_config(ROOT / "Config/config_hippocampus.yaml", overrides)
 
 

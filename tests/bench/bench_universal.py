@@ -15,6 +15,7 @@ NEEDED lists the criteria. A missing or incomplete part meets none. Results are 
 The last line is one line of JSON: means of each part, the criteria met, and whether all are.
 """
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -27,14 +28,15 @@ from bench_registration import (
     ROOT,
     TEST,
     add_shared,
+    by_peer,
     identity,
     ours,
-    peer,
     prepare_pairs,
     read_pairs,
     run_methods,
     subjects,
     summary,
+    without_network,
     write_json,
 )
 from common import in_one_sentence
@@ -92,7 +94,7 @@ def hippocampus(args, model, out):
 
 def mouse(args, model, out):
     brains = bench_mouse.read_brains(args.mouse)
-    pairs = [(fixed, moving) for fixed in brains for moving in brains if fixed != moving][:args.limit]
+    pairs = list(itertools.permutations(brains, 2))[:args.limit]
     pairs = prepare_pairs(brains, pairs, out / "work/volumes", "header")
     methods = with_and_without(args, model, load_config(DEFAULTS), 60, args.mouse_refine, warm_up=False)
     return pairs, methods
@@ -104,10 +106,8 @@ def inverted(args, model, out):
     pairs = bench_multimodal.make_pairs(asked)[:args.limit]
     methods = with_and_without(args, model, load_config(NO_NETWORK), 100, args.refine, similarity="mapped")
     if args.peers_python or (ROOT / ".venv-peers/.ready").exists():
-        kind, options = bench_multimodal.PEERS["ants"]
         python, folder = peers_python(args.peers_python), out / "work/ants"
-        methods["ants"] = (lambda pairs: peer(pairs, kind, options, folder, python, args.threads),
-                           {"options": options, "threads": args.threads})
+        methods["ants"] = by_peer(*bench_multimodal.PEERS["ants"], folder, python, args.threads)
     else:
         print("inverted: ants is left out, as there is no .venv-peers; name an interpreter by --peers-python, or run "
               "bench_multimodal.py once, which makes it.", file=sys.stderr)
@@ -124,11 +124,9 @@ def with_and_without(args, model, cfg, steps, refine, **more):
     """
     path, (net, own) = model
     loaded = net, {**own, "refine.weight": cfg["refine.weight"]}
-    same = {"threads": args.threads, **more}
-    by_none = {**same, "refine": steps, "config": cfg}
-    by_net = {**same, "weights": sha256(path), "config": loaded[1], "affine": True}
+    by_net = {"threads": args.threads, **more, "weights": sha256(path), "config": loaded[1], "affine": True}
     return {"identity": (identity, {}),
-            "none": (lambda pairs: ours(pairs, None, True, steps, cfg, **more), by_none),
+            "none": without_network(args.threads, steps, cfg, **more),
             "net": (lambda pairs: ours(pairs, loaded, True, 0, **more), by_net),
             "refine": (lambda pairs: ours(pairs, loaded, True, refine, **more), {**by_net, "refine": refine})}
 
@@ -161,8 +159,6 @@ def parse_arguments(argv=None):
                         "hippocampus pairs (%(default)s, as without a network)")
     parser.add_argument("--mouse-refine", type=int, default=20, metavar="N", help="and on mouse brains, where 60 are "
                         "taken without a network (%(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override a key of the model's config, such as one of refine.*; may be repeated")
     parser.add_argument("--mouse", type=Path, default=bench_mouse.DATA, metavar="FOLDER",
                         help="the mouse brains (%(default)s)")
     parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs of each part: "

@@ -1,5 +1,6 @@
 """What the benchmarks share. Importing it puts the repository on the path."""
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -32,3 +33,20 @@ def in_one_sentence(main):
             print(f"error: {error}", file=sys.stderr)
             return STOP
     return ended
+
+
+def hippocampus(folder):
+    """Overrides that name the hippocampus data, or synthetic volumes of that size, written to `folder`, if absent."""
+    if (DATA / "hippocampus").is_dir():
+        return [f"data.root={DATA / 'hippocampus'}"]
+    from Dataloader.synthetic import write_dataset  # here: an environment of peers lacks what it imports
+    write_dataset(folder, range(1, 51), (36, 50, 36))
+    return [f"data.root={folder}", "data.train_ids=1-38", "data.val_ids=39-50", "data.expect_samples=38"]
+
+
+def kept_json(path, settings, resume):
+    """What a .json file holds that was made with these settings; {} where there is none."""
+    if not (resume and path.is_file()):
+        return {}
+    found = json.loads(path.read_text())
+    return found if found["settings"] == json.loads(json.dumps(settings)) else {}
