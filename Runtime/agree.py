@@ -12,10 +12,9 @@ import torch.distributed as dist
 from Runtime import watchdog
 from Runtime.errors import InputError
 
-# Columns of the vector: values that must be equal on all ranks, flags that any rank may raise for all, and the mode's
-# loss terms.
+# Columns of the vector that must be equal on all ranks. Then come three flags that any rank may raise for all, and the
+# mode's loss terms.
 SAME = ("step", "branch", "shapes", "weights")
-RAISED = ("nonfinite", "leave", "save")
 REASONS = (None, "steps", "time", "signal", "memory")  # why to leave; if ranks differ, the last in this list counts
 TERMS = 16  # most loss terms of a mode; the fixed length lets ranks in different modes compare their vectors
 
@@ -49,8 +48,8 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
     watchdog.phase("agree", branch)
     padded = [float(value) for value in terms] + [0.0] * (TERMS - len(terms))
     sums = None if weights is None else checksums(weights.values())
-    weights_digest = 0 if sums is None else digest(sums)
-    own_row = [step, digest(branch), shapes, weights_digest, nonfinite, REASONS.index(leave), save, *padded]
+    own_row = [step, digest(branch), shapes, 0 if sums is None else digest(sums),
+               nonfinite, REASONS.index(leave), save, *padded]
     rows = gather(ranks, torch.tensor(own_row, dtype=torch.float64))
     for column, name in enumerate(SAME):
         values = rows[:, column].tolist()
@@ -61,20 +60,18 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
         if name == "weights" and sums is not None and 0 not in values:
             name, values = differing_tensor(ranks, dict(zip(weights, sums.tolist())))
         raise out_of_step(name, values, step, branch)
-    highest = rows.amax(0)[len(SAME):].tolist()
-    return Agreed(nonfinite=bool(highest[0]), leave=REASONS[int(highest[1])], save=bool(highest[2]),
-                  terms=rows[:, len(SAME) + len(RAISED):].mean(0)[:len(terms)].tolist())
+    nonfinite, leave, save = rows[:, len(SAME):-TERMS].amax(0).tolist()
+    return Agreed(nonfinite=bool(nonfinite), leave=REASONS[int(leave)], save=bool(save),
+                  terms=rows[:, -TERMS:].mean(0)[:len(terms)].tolist())
 
 
 def differing_tensor(ranks, sums):
     """(name, checksums by rank) of the first tensor that differs. sums: {name: checksum}; ranks may differ in names."""
     of_all_ranks = gather_objects(ranks, sums)
-    names = dict.fromkeys(name for of_rank in of_all_ranks for name in of_rank)
-    for name in names:
+    for name in dict.fromkeys(name for of_rank in of_all_ranks for name in of_rank):
         values = [of_rank.get(name, 0) for of_rank in of_all_ranks]
         if len(set(values)) > 1:
-            break
-    return name, values
+            return name, values
 
 
 def gather(ranks, row):
@@ -102,9 +99,8 @@ def out_of_step(name, values, step, branch):
     name: name of the value that differs. values: by rank. The message names the first rank that differs from the most
     common value or, if no value is more common than the others, from rank 0.
     """
-    usual = max(values, key=values.count)
-    rank = next(number for number, value in enumerate(values) if value != usual)
-    own, wanted = values[rank], usual
+    wanted = max(values, key=values.count)
+    rank, own = next((number, value) for number, value in enumerate(values) if value != wanted)
     if name != "branch":
         own, wanted = f"{own:.0f}", f"{wanted:.0f}"
     watchdog.event("out of step", differs=rank, what=name, found=own, wanted=wanted)

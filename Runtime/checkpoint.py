@@ -19,12 +19,12 @@ import struct
 import sys
 import threading
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from Runtime import watchdog
+from Runtime.config import MODEL_KEYS
 from Runtime.device import synchronize
 from Runtime.errors import InputError
 from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file, write_flushed
@@ -64,7 +64,7 @@ def save(run, relative, state, metrics=None, best=None):
     stay), ValueError for a missing key or non-finite weights, TypeError for a value that torch.load would refuse.
     """
     plain = _savable(state, relative, copy=False)
-    run, target = Path(run), Path(run) / relative
+    target = run / relative
     if metrics:
         metrics = {name: float(value) if value is not None and math.isfinite(value) else None
                    for name, value in metrics.items()}
@@ -114,11 +114,11 @@ def save_in_background(run, relative, state, metrics=None, best=None, keep=None)
 
 def verify(run, relative):
     """None if the file matches the manifest (size, SHA-256) and loads; otherwise a phrase that says what is wrong."""
-    path = Path(run) / relative
+    path = run / relative
     if not path.is_file():
         return "missing"
     try:
-        entry = read_manifest(Path(run))["checkpoints"].get(relative)
+        entry = read_manifest(run)["checkpoints"].get(relative)
     except UNREADABLE as error:
         return f"the manifest {_reason(error)}"
     try:
@@ -137,7 +137,6 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
     Raises InputError if there are checkpoints and none verifies: a run never silently starts over. Raises OSError if
     some could not be read, since they may be intact.
     """
-    run = Path(run)
     manifest = patiently(lambda: _manifest(run, warn), patience_s, run / "manifest.json")
     entries = manifest["checkpoints"]
     unlisted = sorted(set(_checkpoint_files(run)) - set(entries))
@@ -179,7 +178,6 @@ def step_back(run, reason):
     reason: a sentence for the manifest.
     Returns: relative path of the previous one. If no earlier one verifies and counts: None, and nothing is marked.
     """
-    run = Path(run)
     with TURN:
         manifest = _manifest(run, _stderr)
         entries = manifest["checkpoints"]
@@ -223,29 +221,27 @@ def require_own(state, path):
     return state
 
 
-def check_compatible(state, cfg, path, model_keys):
-    """Compare the config in `state` with `cfg` (both flat, dotted keys).
+def check_compatible(state, cfg, path):
+    """Compare the config in `state` with `cfg` (both flat, dotted keys). path: of the checkpoint, for the error.
 
-    path: of the checkpoint, for the error. model_keys: keys that the weights depend on.
-    Returns: a text "key: before -> after" for each other key that differs.
-    Raises InputError naming the first of `model_keys` that differs.
+    Returns: a text "key: before -> after" for each key that differs and is none of MODEL_KEYS.
+    Raises InputError naming the first of MODEL_KEYS that differs.
     """
     config = state.get("config")
     if not isinstance(config, dict):
         raise InputError(f"{path} has no config, so its network is unknown: name another checkpoint, or start a new "
                          "run with --fresh and without it.")
     # Through JSON, since a saved tuple and a YAML list are the same setting.
-    old, new = json.loads(json.dumps(config)), json.loads(json.dumps(dict(cfg)))
+    old, new = json.loads(json.dumps(config)), json.loads(json.dumps(cfg))
     changed = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in {**old, **new}
                if key not in old or key not in new or old[key] != new[key]}
-    model_keys = list(model_keys)
-    for key in sorted(model_keys, key=lambda key: key != "model.name"):
+    for key in sorted(MODEL_KEYS, key=lambda key: key != "model.name"):
         if key in changed:
             problem = "is a checkpoint of another network" if key == "model.name" else "does not match the config"
             raise InputError(f"{path} {problem} ({key} is {changed[key][0]} in the checkpoint and {changed[key][1]} in "
                              "the config): use the config it was trained with, or start a new run with --fresh and "
                              "without it.")
-    return [f"{key}: {before} -> {after}" for key, (before, after) in changed.items() if key not in model_keys]
+    return [f"{key}: {before} -> {after}" for key, (before, after) in changed.items() if key not in MODEL_KEYS]
 
 
 def load_weights(model, state, path):
@@ -283,7 +279,6 @@ def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
     read again.
     Returns: list of the removed relative paths.
     """
-    run = Path(run)
     with TURN:
         manifest = _manifest(run, _stderr)
         entries, best = manifest["checkpoints"], manifest["best"] or {}

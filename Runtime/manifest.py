@@ -5,7 +5,6 @@ An entry is written once the file has been read back: {"epoch", "step", "sha256"
 reason why a run went back one checkpoint. `standing` decides what is kept, where a run resumes and how far it is.
 """
 import json
-from pathlib import Path
 
 from Runtime.files import sha256, write_file
 
@@ -52,13 +51,13 @@ def standing(run, entries):
     """
     return [name for name in newest_first(entries)
             if "damaged" not in entries[name] and "doubtful" not in entries[name]
-            and wrong_size(Path(run) / name, entries[name]) is None]
+            and wrong_size(run / name, entries[name]) is None]
 
 
 def durable(run):
     """Entries of the checkpoints that count, newest first. Raises OSError as `read_manifest` does."""
     try:
-        entries = read_manifest(Path(run))["checkpoints"]
+        entries = read_manifest(run)["checkpoints"]
     except LOST:
         return []
     return [entries[name] for name in standing(run, entries)]
@@ -72,14 +71,14 @@ def durable_step(run):
 def trust_again(run, reason):
     """Remove the marks "doubtful" with this reason. Only for the process that holds the folder's lock."""
     try:
-        manifest = read_manifest(Path(run))
+        manifest = read_manifest(run)
     except LOST:
         return
     marked = [entry for entry in manifest["checkpoints"].values() if entry.get("doubtful") == reason]
     for entry in marked:
         del entry["doubtful"]
     if marked:
-        write_file(Path(run) / "manifest.json", json.dumps(manifest, indent=2, allow_nan=False))
+        write_file(run / "manifest.json", json.dumps(manifest, indent=2, allow_nan=False))
 
 
 def wrong_size(path, entry):

@@ -35,7 +35,14 @@ def keep_pace(pace, line, spent, watch, curves):
     watchdog.event("pace", steps=pace["steps"], seconds=round(now - pace["began"], 4), spent=seconds, **memory,
                    **(disk_space(watchdog.STATE.get("run")) if curves else {}))
     if curves:
-        show_pace(curves, pace["steps"] * line["samples"] / max(now - pace["began"], 1e-9), pace, line, memory)
+        steps, total_s, data_s = pace["steps"], sum(pace["spent"].values()), pace["spent"]["data"]
+        points = {"speed/samples_per_s": steps * line["samples"] / max(now - pace["began"], 1e-9),
+                  "speed/step_s": total_s / steps, "speed/data_s": data_s / steps,
+                  "speed/data_percent": 100 * data_s / max(total_s, 1e-9), "train/lr": line["lr"],
+                  **{f"gradient_norm/{mode}": norm for mode, norm in line["norms"].items()},
+                  **{f"memory/{name}_gib": value / GIB for name, value in memory.items() if value is not None}}
+        for tag, value in points.items():
+            add_scalar(curves, tag, value, watchdog.STATE.get("step", 0))
         if now - pace["flushed"] > FLUSH_S:
             flush(curves)
             pace["flushed"] = now
@@ -50,15 +57,3 @@ def disk_space(run):
     except (OSError, TypeError):  # no answer, or a training without a log
         return {}
     return {"disk_free": usage.free, "disk_total": usage.total}
-
-
-def show_pace(curves, samples_per_s, pace, line, memory):
-    """Add a point to each of TensorBoard's curves: speed, waiting for data, learning rate, gradients, memory."""
-    step, spent = watchdog.STATE.get("step", 0), pace["spent"]
-    points = {"speed/samples_per_s": samples_per_s, "speed/step_s": sum(spent.values()) / pace["steps"],
-              "speed/data_s": spent["data"] / pace["steps"],
-              "speed/data_percent": 100 * spent["data"] / max(sum(spent.values()), 1e-9), "train/lr": line["lr"],
-              **{f"gradient_norm/{mode}": norm for mode, norm in line["norms"].items()},
-              **{f"memory/{name}_gib": value / GIB for name, value in memory.items() if value is not None}}
-    for tag, value in points.items():
-        add_scalar(curves, tag, value, step)

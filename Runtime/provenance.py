@@ -56,10 +56,9 @@ def described(mode):
 def save_launch(run, cfg, step, modes):
     """Write <run>/launches/<n>/: config.yaml, launch.json and, if files differ from the commit, changes.diff.
 
-    step: the step at which this launch starts. modes: of the training, each with name, weights, curve, terms, clip_norm
-    and gate, which the report of the run reads. Returns: Path of the folder.
+    step: the step at which this launch starts. modes: of the training, see `described`.
     """
-    launches = Path(run) / "launches"
+    launches = run / "launches"
     numbers = [int(path.name) for path in launches.glob("*") if re.fullmatch(r"\d+", path.name)]
     folder = launches / f"{max(numbers, default=-1) + 1:04d}"
     folder.mkdir(parents=True)
@@ -73,13 +72,12 @@ def save_launch(run, cfg, step, modes):
     write_file(folder / "launch.json", json.dumps(launch, indent=1) + "\n")
     if changes:
         write_file(folder / "changes.diff", changes)
-    return folder
 
 
 def began_with(run, source):
     """Whether the first launch of a run was given --init-from `source`."""
     try:
-        words = json.loads((Path(run) / "launches" / "0000" / "launch.json").read_text())["command"]
+        words = json.loads((run / "launches/0000/launch.json").read_text())["command"]
     except (OSError, ValueError, LookupError):
         return False
     return source in words or f"--init-from={source}" in words

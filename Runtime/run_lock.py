@@ -137,12 +137,13 @@ def lock_results(folder, instead="name another --out"):
     return patiently(take, 120, folder)
 
 
-def require_free(folder, instead="name another --out"):
+def require_free(folder):
     """Raise InputError as `lock` does if a living process holds a folder, without taking it."""
     content = _read(folder / "lock.json")
     holder = content and patiently(lambda: _living_holder(content, folder), 120, folder)
     if holder:
-        raise InputError(f"{folder} is in use by {_describe(content, holder)}: let it finish or stop it, or {instead}.")
+        raise InputError(f"{folder} is in use by {_describe(content, holder)}: let it finish or stop it, or name "
+                         "another --out.")
 
 
 def assert_held(run):
@@ -168,15 +169,6 @@ def assert_held(run):
     if owner:
         raise TakenOver(f"{run} was taken over by {owner}, while this process stood still or was cut off: it leaves "
                         "and writes nothing there. Whoever has the folder continues the run.")
-
-
-def is_held(run):
-    """Whether `assert_held` passes."""
-    try:
-        assert_held(run)
-    except TakenOver:
-        return False
-    return True
 
 
 def touch(run):

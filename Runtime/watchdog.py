@@ -46,10 +46,14 @@ def start(run, rank, attempt, cfg, launcher):
         (run / f"rank{rank}.stack").unlink(missing_ok=True)
         stack = open(run / f"rank{rank}.stack", "w")
     now = time.monotonic()  # the machine's clock may be set back or forward meanwhile
-    # Who this is, and the log: its descriptor, the offset of the breadcrumb, bytes that a full disk has not taken yet.
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    STATE.update(run=run, rank=rank, attempt=attempt, host=host, stack=stack, looked=now)
-    STATE.update(pending=b"", beat=lambda: None, **open_log(run, rank))
+    STATE.update(run=run, rank=rank, attempt=attempt, host=host, stack=stack, looked=now, beat=lambda: None)
+    # The log: its descriptor, the offset of the breadcrumb, bytes that a full disk has not taken yet.
+    file = os.open(run / f"rank{rank}.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
+    end = os.fstat(file).st_size
+    if end and os.pread(file, 1, end - 1) != b"\n":
+        end += os.pwrite(file, b"\n", end)  # a node died in the middle of a line
+    STATE.update(file=file, end=end, pending=b"")
     # Where it is: number of phases so far, step, the phase and when it was entered (since: or last repeated; told: the
     # same by the machine's clock).
     STATE.update(number=0, step=0, name="start", mode="", entered=now, since=now, told=time.time())
@@ -60,7 +64,7 @@ def start(run, rank, attempt, cfg, launcher):
     STATE.update(spent=collections.Counter())  # seconds in each phase since the end of the last step
     faulthandler.enable(file=stack)
     sys.excepthook = _log_exception
-    event("start", host=STATE["host"], pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
+    event("start", host=host, pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
     phase("start")
 
 
@@ -73,15 +77,6 @@ def _note_signal(number, frame):
     if number == signal.SIGINT:
         with contextlib.suppress(OSError):  # a full disk or a closed terminal
             os.write(2, b"\nCtrl-C: saves and leaves after this step; once more ends at once\n")
-
-
-def open_log(run, rank):
-    """Open the log of a rank. run: Path of the run folder. Returns: {"file", "end": offset behind its last line}."""
-    file = os.open(run / f"rank{rank}.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
-    end = os.fstat(file).st_size
-    if end and os.pread(file, 1, end - 1) != b"\n":
-        end += os.pwrite(file, b"\n", end)  # a node died in the middle of a line
-    return {"file": file, "end": end}
 
 
 def phase(name, mode=""):

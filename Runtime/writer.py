@@ -35,29 +35,24 @@ def add_scalar(writer, tag, value, step):
 
 
 def add_figure(writer, tag, figure, step):
-    """Add a matplotlib figure as a picture. It is written by the next `flush`."""
+    """Add a matplotlib figure as a picture. It is written by the next `flush`, and as one of the newest files now.
+
+    If the disk refuses the file, training continues.
+    """
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    keep_picture(writer["pictures"], f"{tag}_{step:08d}.png", picture.getvalue())
     width, height = (int(side) for side in figure.get_size_inches() * figure.dpi)
     image = Summary.Image(encoded_image_string=picture.getvalue(), width=width, height=height, colorspace=3)
     _add(writer, step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))
-
-
-def keep_picture(folder, name, content):
-    """Write a picture as a file and remove the oldest beyond PICTURES. If the disk refuses it, training continues.
-
-    folder: Path, or None to write nothing. name: newer names must sort after older ones.
-    """
-    if folder is None:
+    if writer["pictures"] is None:
         return
+    path = writer["pictures"] / f"{tag}_{step:08d}.png"
     try:
-        write_file(folder / name, content)
-        for old in sorted(folder.glob("*.png"))[:-PICTURES]:
+        write_file(path, picture.getvalue())
+        for old in sorted(path.parent.glob("*.png"))[:-PICTURES]:
             old.unlink()
     except OSError as error:
-        print(f"{folder / name} was not written ({error.strerror or error}); training continues", file=sys.stderr,
-              flush=True)
+        print(f"{path} was not written ({error.strerror or error}); training continues", file=sys.stderr, flush=True)
 
 
 def flush(writer):

@@ -240,10 +240,17 @@ def is_same(line, other):
 def launcher_begin(argv):
     """Before a round: check the config, take the lock, number the attempt; print NAME=value lines for the launcher.
 
-    argv: arguments of the training and of `parse_begin_arguments`. Raises InputError for a bad config or a folder in
-    use.
+    argv: arguments of the training and those below. Raises InputError for a bad config or a folder in use.
     """
-    args = parse_begin_arguments(argv)
+    parser = argparse.ArgumentParser(prog="attempts begin")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--launcher-pid", type=int, required=True)
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that are there")
+    parser.add_argument("--tasks", type=int, required=True, help="ranks on each of them")
+    parser.add_argument("--of", type=int, default=0, help="ranks that were asked for, before nodes were left out")
+    args = parser.parse_known_args(argv)[0]
     patiently(lambda: is_there(args.config) and Path(args.config).read_bytes(), PATIENCE_S, args.config)
     cfg = load_config(args.config, args.overrides)
     floor, patience = cfg["run.deadline_floor_s"], cfg["run.patience_s"]
@@ -268,18 +275,6 @@ def launcher_begin(argv):
         print(f"{name}={' '.join(str(value).splitlines())}")
 
 
-def parse_begin_arguments(argv):
-    parser = argparse.ArgumentParser(prog="attempts begin")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--fresh", action="store_true")
-    parser.add_argument("--launcher-pid", type=int, required=True)
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that are there")
-    parser.add_argument("--tasks", type=int, required=True, help="ranks on each of them")
-    parser.add_argument("--of", type=int, default=0, help="ranks that were asked for, before nodes were left out")
-    return parser.parse_known_args(argv)[0]
-
-
 def take_folder(cfg, fresh, launcher_pid):
     """Choose the run folder and take its lock for the launcher; wait up to run.patience_s for the file system.
 
@@ -288,10 +283,8 @@ def take_folder(cfg, fresh, launcher_pid):
     wait = functools.partial(patiently, seconds=cfg["run.patience_s"], subject=cfg["run.models"])
     was_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     folder_of_job = wait(lambda: run_of_job(cfg)) if was_requeued else None
-    run = os.environ.get("OMNIMORPH_RUN") or folder_of_job
-    if not run:
-        run = wait(lambda: run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh, cfg))
-    run = Path(run)
+    run = Path(os.environ.get("OMNIMORPH_RUN") or folder_of_job or wait(
+        lambda: run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh, cfg)))
     token = wait(lambda: lock(run, stale_after_s(cfg), pid=launcher_pid, token=os.environ.get("OMNIMORPH_TOKEN")))
     return run, token, bool(folder_of_job)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from Runtime import launch, watchdog
 from Runtime.files import patiently
 from Runtime.global_batch import fix_step
-from Runtime.run_lock import hold, is_held, lock, run_folder, unlock
+from Runtime.run_lock import TakenOver, assert_held, hold, lock, run_folder, unlock
 from Supervisor import attempts
 
 LOCK_S = 60.0  # how long rank 0 tries to write the lock while the others wait for it
@@ -31,16 +31,15 @@ def open_run(ranks, cfg, fresh):
         return open_launched_run(ranks, cfg)
     launch.rendezvous(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
     launch.require_one_config(ranks, cfg)
+    opened = None
     if ranks.rank == 0:
-        fresh = fresh and not is_restart(cfg)
-        run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh, cfg)
+        run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh and not is_restart(cfg), cfg)
         ranks.token = lock_patiently(run, cfg)
-        ranks.step = fix_step(run, cfg, ranks.world_size)
-        ranks.attempt = attempts.begin(run, ranks.token, ranks.world_size)
-    run = Path(launch.broadcast(ranks, "run", str(run) if ranks.rank == 0 else None))
-    ranks.attempt = int(launch.broadcast(ranks, "attempt", str(ranks.attempt)))
-    ranks.step = json.loads(launch.broadcast(ranks, "step", json.dumps(ranks.step)))
-    hold(run, launch.broadcast(ranks, "token", ranks.token))
+        step = fix_step(run, cfg, ranks.world_size)
+        opened = json.dumps([str(run), ranks.token, step, attempts.begin(run, ranks.token, ranks.world_size)])
+    folder, token, ranks.step, ranks.attempt = json.loads(launch.broadcast(ranks, "run", opened))
+    run = Path(folder)
+    hold(run, token)
     watchdog.start(run, ranks.rank, ranks.attempt, cfg, launcher=False)
     launch.show_moves(ranks)
     return run
@@ -82,7 +81,9 @@ def close_run(ranks, run, code):
 
     code: exit code of this process.
     """
-    if not is_held(run):
+    try:
+        assert_held(run)
+    except TakenOver:
         return  # another launch writes there now
     watchdog.finish()
     if ranks.attempt is not None and ranks.world_size > 1:

@@ -78,11 +78,10 @@ def judge(run, attempt, world_size, code):
     now, started = record["now"] or {}, last_event(record, "start") or {}
     times = [line["time"] for other in records for line in other["events"]]
     times += [other["exit"]["time"] for other in records if other["exit"]]
-    host = started.get("node") or started.get("host", now.get("host", ""))  # Slurm's name of the node, if there is one
-    return {"attempt": attempt, "cause": cause, "detail": detail, "rank": culprit, "host": host,
-            "step": now.get("step"), "mode": now.get("mode", ""),
-            "phase": (refused or now).get("phase", "launch"),
-            "stack": stack_lines(record), "others": places([other for other in records if other["rank"] != culprit]),
+    return {"attempt": attempt, "cause": cause, "detail": detail, "rank": culprit,
+            "host": started.get("host", now.get("host", "")), "step": now.get("step"), "mode": now.get("mode", ""),
+            "phase": (refused or now).get("phase", "launch"), "stack": stack_lines(record),
+            "others": places([other for other in records if other["rank"] != culprit]),
             "ended": max(times, default=None), "dead": cause not in ("done", "planned restart")}
 
 

@@ -23,7 +23,7 @@ PAGES = "findings::pages_say_what_a_review_missed"
 MENDED = {
     "B1": ["attempts::a_run_goes_back_once_until_it_has_saved_a_new_step "
            "other_deaths_after_the_step_back_do_not_lead_further_back "
-           "after_a_new_durable_step_a_run_may_go_back_again"],
+           "a_new_durable_step_counts_anew"],
     "B2": ["attempts::a_refusal_after_the_run_has_trained_has_patience "
            "nodes_are_checked_again_after_the_second_death_on_one_of_them "
            "a_config_that_is_half_written_stops_a_new_run_but_not_one_that_has_begun",
@@ -42,7 +42,7 @@ MENDED = {
     "B13": ["run_lock::another_machine_of_the_same_name_keeps_its_lock"],
     "B14": ["validation::only_a_number_can_be_the_best"],
     "B15": ["memory::what_the_allocator_only_keeps_is_no_leak"],
-    "B16": ["launcher::copies_of_volumes_do_not_stay_where_the_launcher_stops"],
+    "B16": ["launcher::an_option_that_does_not_exist_stops_at_once_and_copies_of_volumes_do_not_stay"],
     "B17": ["findings::an_error_of_the_picture_does_not_cost_the_epoch", "launcher::a_dry_run_is_passed_on"],
     "C1": ["repository::the_job_of_every_site_survives_its_time_limit"],
     "C2": ["verdict::the_first_own_exception_is_the_cause"],
@@ -80,9 +80,10 @@ MENDED = {
     "F11": ["watchdog::a_signal_asks_and_does_not_end who_presses_ctrl_c_twice_does_not_wait"],
     "F12": ["config::home_and_variables_in_paths_are_those_of_a_shell"],
     "F13": ["findings::a_refused_start_leaves_no_folder_and_is_no_death"],
-    "F14": ["launcher::copies_of_volumes_do_not_stay_where_the_launcher_stops"],
-    "F15": ["launcher::an_option_that_does_not_exist_stops_at_once a_wrong_number_of_ranks_is_one_sentence "
-            "ranks_of_one_host_in_a_job_of_several_are_refused", "agree::a_port_that_is_taken_is_named",
+    "F14": ["launcher::an_option_that_does_not_exist_stops_at_once_and_copies_of_volumes_do_not_stay"],
+    "F15": ["launcher::an_option_that_does_not_exist_stops_at_once_and_copies_of_volumes_do_not_stay "
+            "a_wrong_number_of_ranks_is_one_sentence ranks_of_one_host_in_a_job_of_several_are_refused",
+            "agree::a_port_that_is_taken_is_named",
             "prepare::a_page_that_cannot_be_written_blames_the_folder_of_logs"],
     "G5": ["segment"],
     "G7": ["run_lock::of_several_generations_that_with_the_settings_of_the_command_is_continued"],
@@ -93,7 +94,8 @@ MENDED = {
     "G11": [f"{PAGES}[G11]", f"{PAGES}[G11-config]"],
     "G13": [f"{PAGES}[G13]"],
     "G14": ["findings::a_refused_start_leaves_no_folder_and_is_no_death"],
-    "G15": ["config::bad_files_are_one_sentence missing_file_and_missing_key_are_named"],
+    "G15": ["config::bad_files_are_one_sentence a_missing_key_is_named "
+            "a_config_of_the_project_is_found_by_its_name_from_anywhere"],
     "G17": ["findings::bars_of_a_job_print_a_line_a_minute"],
     "G18": ["universal::its_licence_is_in_the_file_and_in_its_card", "export::the_file_says_what_it_is",
             "install::the_commands_explain_themselves"],

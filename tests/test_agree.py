@@ -71,7 +71,6 @@ def main(folder, waiting_port, other_port):
     seen["refreshed"] = [ranks.generation, agree.gather(ranks, torch.tensor([rank])).flatten().tolist()]
     os.environ["MASTER_PORT"] = str(waiting_port if rank < 2 else other_port)
     seen["meet"] = error_of(launch.rendezvous, Ranks(rank=rank, world_size=3), 3 if rank < 2 else 1)
-    (folder / f"seen{rank}.json").write_text(json.dumps(seen))
     weights = {name: tensor for name, tensor in WEIGHTS.items() if rank != 1 or name != "head.bias"}
     seen["one less"] = error_of(agree.agree, ranks, 8, "checkpoint", weights=weights)
     (folder / f"seen{rank}.json").write_text(json.dumps(seen))
@@ -211,8 +210,7 @@ def test_who_a_process_takes_itself_for(environment, variables, expected):
 @pytest.mark.parametrize("variables, text", [
     ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE is 2: ranks count from 0."),
     ({"RANK": "0"}, "WORLD_SIZE is not set: every rank needs RANK, LOCAL_RANK and WORLD_SIZE, or none of them."),
-    ({"WORLD_SIZE": "2"}, "RANK is not set"), ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is one"),
-    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is -1"), ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0 but"),
+    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is -1"),
     ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, "SLURM_NTASKS is not set: every rank needs SLURM_PROCID, SLURM_LOC")])
 def test_contradictions_are_refused(environment, variables, text):
     environment(**variables)

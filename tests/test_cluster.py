@@ -25,14 +25,9 @@ def settings(site, nodes, job, says="", **more):
     return dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
 
 
-def test_the_sites_are_those_of_the_records():
-    assert SITES == ["dawn", "gilbreth", "local", "lumi", "torch-hpc"]
-
-
 @pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("nodes", [1, 8])
-def test_every_file_can_be_read_inside_and_outside_a_job(site, nodes, tmp_path):
-    assert settings(site, nodes, f"test-{os.getpid()}")["PATH"] and settings(site, nodes, "")["PATH"]
+def test_every_file_can_be_read_inside_and_outside_a_job(site):
+    assert settings(site, 8, f"test-{os.getpid()}")["PATH"] and settings(site, 1, "")["PATH"]
 
 
 def test_dawn():
@@ -69,14 +64,10 @@ def test_kernels_are_kept_where_nobody_else_can_put_his_own(site):
         avoided = settings(site, 2, job, says="belongs to somebody else: a new folder beside it is used")[name]
         assert avoided.startswith(f"{usual}.") and Path(avoided).stat().st_mode & 0o777 == 0o700
         usual.unlink()
-        elsewhere.rmdir()
-        Path(avoided).rmdir()
         if os.geteuid() == 0:  # who alone can give a folder to somebody else
             usual.mkdir()
             os.chown(usual, 12345, 12345)
-            avoided = settings(site, 2, job, says="belongs to somebody else")[name]
-            assert avoided.startswith(f"{usual}.")
-            Path(avoided).rmdir()
+            assert settings(site, 2, job, says="belongs to somebody else")[name].startswith(f"{usual}.")
     finally:
         for path in Path("/tmp").glob(f"{usual.name}*"):
             path.unlink() if path.is_symlink() else path.rmdir()
@@ -141,7 +132,8 @@ def test_the_launcher_raises_the_number_of_open_files(tmp_path, hard):
     assert f"open files: {min(hard, 65536)}, core files: 0" in done.stdout and done.returncode == 43, done.stdout
 
 
-def test_an_unknown_site_is_refused_with_the_known_ones(tmp_path):
+def test_an_unknown_site_is_refused_with_the_known_ones():
     done = launching.run(["bash", ROOT / "bash_train_multi_nodes.sh"], timeout=60,
                          env=launcher_environment(1, CLUSTER="mars"))
-    assert done.returncode == 43 and "known are dawn.env, gilbreth.env, local.env" in done.stdout
+    known = "known are dawn.env, gilbreth.env, local.env, lumi.env, torch-hpc.env."
+    assert done.returncode == 43 and known in done.stdout, "those of the records"

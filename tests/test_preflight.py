@@ -379,8 +379,7 @@ def test_device_counts_and_tasks(tmp_path, monkeypatch):
     assert (found["said"], found["do"]) == ("ntasks-per-node is 2 but torch sees 3 devices", "use --ntasks-per-node=3")
 
 
-@pytest.mark.parametrize("name", ["om_net", "recresacnet", "recmulmodmutattnnet"])
-@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("name, dims", [("om_net", 2), ("om_net", 3), ("recresacnet", 2), ("recmulmodmutattnnet", 3)])
 def test_forward_of_every_network(tmp_path, name, dims):
     kind = "none" if dims == 2 else "volume"
     cfg = config(tmp_path, model__name=name, model__dims=dims, model__condition_type=kind)

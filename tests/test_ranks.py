@@ -107,13 +107,6 @@ def test_without_exact_sums_the_ranks_differ_by_rounding_only(data, tmp_path, al
     assert max(moved) > 10 * TOLERANCE
 
 
-def test_a_global_batch_that_the_ranks_cannot_share_stops_the_launcher(data, tmp_path):
-    ended = by_launcher(2, *options(data, tmp_path, data__batchsize=2, data__global_batchsize=6))
-    assert ended.returncode == 43 and decisions(tmp_path) == []
-    assert "data.global_batchsize 6 is not a multiple of data.batchsize 2 x 2 ranks" in ended.stdout
-    assert "Traceback" not in ended.stdout
-
-
 def meet():
     """What three ranks do: rank 1 hears the answer when all the others may be gone."""
     class Slow(dist.PrefixStore):

@@ -188,19 +188,12 @@ def test_a_holder_from_before_a_reboot_is_dead_however_fresh(tmp_path, monkeypat
     lock(tmp_path, 1000)
 
 
-def test_the_job_of_the_holder_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    lock(tmp_path, 60)
-    with pytest.raises(InputError, match=r"\(job 4711\) since"):
-        lock(tmp_path, 60)
-
-
 def test_a_job_that_was_requeued_takes_its_own_folder_back(tmp_path, monkeypatch):
     """However fresh: a job does not run twice at a time."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     before = lock(tmp_path, 1000)
     rewrite(tmp_path, **ELSEWHERE)
-    with pytest.raises(InputError, match="job 4711"):
+    with pytest.raises(InputError, match=r"\(job 4711\) since"):
         lock(tmp_path, 1000)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert lock(tmp_path, 1000) != before
@@ -273,7 +266,7 @@ def test_what_the_next_minute_will_tell_is_waited_for(tmp_path, slurm, state, sa
     with pytest.raises(OSError, match=said) as raised:
         lock(tmp_path, 100)
     assert is_passing(raised.value)
-    threading.Timer(1.0, slurm, ["forgotten"]).start()
+    threading.Timer(0.3, slurm, ["forgotten"]).start()
     assert patiently(lambda: lock(tmp_path, 100), 20, "the lock") == read(tmp_path)["token"]
 
 

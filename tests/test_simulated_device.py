@@ -55,8 +55,6 @@ def test_a_step_waits_for_the_device_eight_times_at_most(tmp_path, changes):
     # Between the start of a mode and its one fetch the host only hands out work.
     in_modes = {where for _, where, phase in noted["syncs"] if phase in ("forward", "accumulate", "backward")}
     assert len(in_modes) == 1 and in_modes.pop().startswith("OM_train_3modes.py:"), in_modes
-
-
     compare_losses(tmp_path, **changes)
     cfg = config(tmp_path, **changes)
     net, costs = mode_costs(cfg, 1, om.MODES, labels=6)

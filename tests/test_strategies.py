@@ -85,11 +85,13 @@ def test_the_weights_at_the_end_are_the_same_too(plain, trained, strategy):
     assert averages["ddp"] != sums["ddp"]
     for name, folder in folders.items():
         assert re.search(r"weights ([0-9a-f]{64})", (folder / "log").read_text())[1] == sums[name]
-    for kind in ("model", "ema"):
-        for name, tensor in states["ddp"][kind].items():
-            assert torch.allclose(states[strategy][kind][name], tensor, rtol=0, atol=TOLERANCE), (kind, name)
-    moved = flat(states["ddp"]["model"]) - flat(om.build_network(config(**SHARED)).state_dict())
-    assert moved.abs().max() > 50 * TOLERANCE, "something was learned that could have differed"
+    before = flat(om.build_network(config(**SHARED)).state_dict())
+    moved = {name: {kind: flat(state[kind]) - before for kind in ("model", "ema")} for name, state in states.items()}
+    assert moved["ddp"]["model"].abs().max() > 50 * TOLERANCE, "something was learned that could have differed"
+    for kind, wanted in moved["ddp"].items():  # by norms: how far rounding moves a single weight depends on the CPU
+        apart = ((moved[strategy][kind] - wanted).norm() / wanted.norm()).item()
+        print(f"{strategy} and ddp: {kind}, what was learned differs by {apart:.1e}")
+        assert apart < 100 * TOLERANCE
 
 
 def test_each_rank_holds_its_part_of_the_optimizer_only(plain, trained, strategy):
