@@ -220,4 +220,3 @@ def _crop_or_pad(array, offset, size):
         inside = tuple(slice(a, b) for a, b in zip(first, stop))
         out[inside] = array[tuple(slice(a, b) for a, b in zip(first + offset, stop + offset))]
     return out
-

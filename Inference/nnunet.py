@@ -97,6 +97,8 @@ def write_dataset(out, name, items, draws, dims, data):
     """
     folder = out / name
     numbers = sorted({int(number) for item in items for number in np.unique(read_label(item["label"], dims)[0])} | {0})
+    if numbers[0] < 0:  # of copies that were drawn without --nnunet
+        raise InputError(f"--nnunet: there is a label {numbers[0]}, but nnU-Net's labels begin at 0; renumber it.")
     shutil.rmtree(folder, ignore_errors=True)  # it is made from the draws alone; fewer draws leave fewer cases
     for item in items:
         write_case(folder, item["id"], [item["image"], *item["channels"]], item["label"], numbers, dims, copy)

@@ -51,10 +51,7 @@ def profile_step(profile, step):
     if profile is None or profile["done"]:
         return False
     if profile["running"] is None and profile["first"] <= step <= profile["last"]:
-        profile["running"] = "elsewhere"
-        if profile["rank"] == 0:
-            profile["running"] = torch.profiler.profile()  # of the CPU and, if torch sees one, the accelerator
-            profile["running"].start()
+        profile["running"] = start_profiler(profile["device"]) if profile["rank"] == 0 else "elsewhere"
     elif profile["running"] is not None and step > profile["last"]:
         watchdog.phase("profile")
         if profile["rank"] == 0:
@@ -63,6 +60,17 @@ def profile_step(profile, step):
         watchdog.phase("between steps")
         return True
     return False
+
+
+def start_profiler(device):
+    """Start a profiler of this process and its device. Returns: the profiler."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    accelerator = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type)
+    if accelerator:
+        kinds.append(getattr(torch.profiler.ProfilerActivity, accelerator))
+    profiler = torch.profiler.profile(activities=kinds)
+    profiler.start()
+    return profiler
 
 
 def write_profile(profile):

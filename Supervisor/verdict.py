@@ -79,7 +79,8 @@ def judge(run, attempt, world_size, code):
     times = [line["time"] for other in records for line in other["events"]]
     times += [other["exit"]["time"] for other in records if other["exit"]]
     return {"attempt": attempt, "cause": cause, "detail": detail, "rank": culprit,
-            "host": started.get("host", now.get("host", "")), "step": now.get("step"), "mode": now.get("mode", ""),
+            "host": started.get("node") or started.get("host", now.get("host", "")),  # Slurm's name, if it has one
+            "step": now.get("step"), "mode": now.get("mode", ""),
             "phase": (refused or now).get("phase", "launch"), "stack": stack_lines(record),
             "others": places([other for other in records if other["rank"] != culprit]),
             "ended": max(times, default=None), "dead": cause not in ("done", "planned restart")}

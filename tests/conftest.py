@@ -41,8 +41,8 @@ LONG = ("om_augment", "strategies", "affine", "train", "ranks", "cache", "regist
 
 # Files for `make test-all`: they install, start or train programs as a whole, count or simulate devices, or ask tools
 # of the tests themselves. What a commit breaks first has its test in the other files.
-SLOW = ("anatomies", "bench_augment", "bench_default", "bench_multimodal", "bench_original", "containers",
-        "demo", "diagnostics", "fake_device", "fuzz", "install", "kernels", "launching", "nnunet", "notebooks",
+SLOW = ("anatomies", "bench_augment", "bench_default", "bench_multimodal", "containers", "demo", "diagnostics",
+        "fake_device", "fuzz", "install", "kernels", "launching", "nnunet", "notebooks",
         "simulated_device", "smoke", "step_cost", "universal", "3modes_opt_equivalence")
 
 

@@ -141,7 +141,8 @@ def with_little_texture(name):
 
 
 @pytest.mark.parametrize("name, kind", [
-    ("slab", "rigid"), *(pytest.param(name, "affine", marks=pytest.mark.slow) for name in LITTLE_TEXTURE)])
+    ("slab", "rigid"), pytest.param("noise", "rigid", marks=pytest.mark.slow), *(
+        pytest.param(name, "affine", marks=pytest.mark.slow) for name in LITTLE_TEXTURE)])
 def test_a_volume_stays_where_it_belongs(name, kind):
     fixed, moving = with_little_texture(name)
     found, _ = align_affine(fixed, np.eye(4), moving, np.eye(4), kind)

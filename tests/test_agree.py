@@ -210,7 +210,7 @@ def test_who_a_process_takes_itself_for(environment, variables, expected):
 @pytest.mark.parametrize("variables, text", [
     ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE is 2: ranks count from 0."),
     ({"RANK": "0"}, "WORLD_SIZE is not set: every rank needs RANK, LOCAL_RANK and WORLD_SIZE, or none of them."),
-    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is -1"),
+    ({"WORLD_SIZE": "2"}, "RANK is not set"), ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is -1"),
     ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, "SLURM_NTASKS is not set: every rank needs SLURM_PROCID, SLURM_LOC")])
 def test_contradictions_are_refused(environment, variables, text):
     environment(**variables)

@@ -57,11 +57,15 @@ def test_a_segmented_list(study):
                                    "sub-02/anat/sub-02_desc-omnimorph_dseg.nii.gz"]
 
 
-def test_names_that_are_no_bids_are_refused_before_the_work(study, capsys):
+def test_names_that_are_no_bids_or_meet_are_refused_before_the_work(study, capsys):
     words = ["--moving", str(study / "F.nii.gz"), "--fixed", str(study / "study/sub-02/anat/sub-02_T1w.nii.gz"),
              "--also", "bids", "--out", str(study / "out")]
     assert OM_register.main(words) == 43 and not (study / "out").exists()
     assert "F.nii.gz: it has no BIDS name, so its derivatives cannot have one" in capsys.readouterr().err
+    moving = study / "study/sub-02/anat/sub-02_T1w.nii.gz"
+    (study / "pairs.csv").write_text(f"name,fixed,moving\na,F.nii.gz,{moving}\nb,F.nii.gz,{moving}\n")
+    assert OM_register.main(["--pairs", str(study / "pairs.csv"), "--also", "bids", "--out", str(study / "out")]) == 43
+    assert "a and b would both be sub-02_space-F_T1w.nii.gz" in capsys.readouterr().err
 
 
 def test_files_of_an_earlier_run_that_this_one_lacks_are_removed(study):

@@ -967,4 +967,5 @@ def test_fifteen_thousand_volumes_open_in_seconds(tmp_path):
             seconds[count, workers] = processor_s() - opened
             print(f"{count} volumes, {workers} workers: opened in {opened - started:.2f} s, first batch after "
                   f"{seconds[count, workers]:.2f} s more")
+    assert not multiprocessing.active_children(), "the seconds of all workers were counted"
     assert seconds[15000, 0] < 5 and seconds[15000, 2] < 2 * seconds[16, 2] + 3

@@ -147,6 +147,7 @@ def test_overrides_are_converted(override, value):
     ("optim.lr", ["key=value"]),
     ("optim.lr=fast", ["optim.lr", "number", "fast"]),
     ("optim.lr=nan", ["optim.lr", "nan"]),
+    ("optim.lr=.inf", ["optim.lr", "inf"]),
     ("run.epochs=.inf", ["run.epochs", "whole number", "inf"]),
     ("optim.lr=0", ["optim.lr", "at least"]),
     ("optim.lr=true", ["optim.lr", "'true'"]),

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from Diffusion import device_ops, om_net
-from Diffusion.blocks import ConvBlock
+from Diffusion.blocks import ConvBlock, UpsampleConv
 from Diffusion.device_ops import NormModulateActivate, interpolate_by_products
-from Diffusion.fields import LINEAR, jacobian_determinant
+from Diffusion.fields import LINEAR, jacobian_determinant, resize_field
 from Diffusion.networks import build_network
 from tests.tiny import config
 
@@ -46,6 +46,18 @@ def test_interpolation_keeps_bfloat16_whose_weights_are_exact_where_sides_double
     assert interpolate_by_products(x, (12, 16, 8), False).dtype == torch.bfloat16
     matrix = device_ops.interpolation_matrix(8, 128, False, torch.float32, "cpu")
     assert torch.equal(matrix.bfloat16().float(), matrix) and torch.equal(matrix.sum(1), torch.ones(128))
+
+
+def test_fields_and_upsampling_take_it(as_on_a_device):
+    torch.manual_seed(0)
+    field, x, up = torch.randn(2, 3, 8, 7, 6), torch.randn(2, 8, 4, 4, 4), UpsampleConv(3, 8, 4)
+
+    def results():
+        return resize_field(field, (16, 14, 9)), resize_field(field, (16, 14, 12), align="cells"), up(x, (8, 8, 8))
+    plain = results()
+    as_on_a_device()
+    for one, other in zip(results(), plain):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(5, 6), (4, 2, 7)])

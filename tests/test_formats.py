@@ -162,6 +162,15 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, monkeypatch):
             call(tmp_path / "four.nrrd")
 
 
+def test_a_damaged_mgz_is_found_by_its_checksum(tmp_path):
+    write_volume(tmp_path / "v.mgz", numbers(), np.eye(4))
+    content = bytearray((tmp_path / "v.mgz").read_bytes())
+    content[-6] ^= 255
+    (tmp_path / "v.mgz").write_bytes(bytes(content))
+    with refused("v.mgz", "truncated or corrupt"):
+        read_volume(tmp_path / "v.mgz")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The programs
 # ---------------------------------------------------------------------------------------------------------------------

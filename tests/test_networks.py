@@ -420,8 +420,10 @@ def test_a_network_learns_through_its_matches(affine):
             torch.nn.init.normal_(layer.weight, std=0.1)
     field = net(image, torch.tensor([80, 5]), make_condition(fixed, "volume"), torch.tensor([True, False]))
     field.square().mean().backward()
-    new = [parameter for name, parameter in net.named_parameters() if name.startswith(("local.", "middle.", "match."))]
-    assert len(new) > 4 and all(parameter.grad.any() for parameter in new)
+    new = {name: parameter for name, parameter in net.named_parameters()
+           if name.startswith(("local.", "middle.", "match."))}
+    assert len(new) > 4 and all(parameter.grad.any() for parameter in new.values())
+    assert affine == any(name.startswith("match.") for name in new)
 
 
 def test_features_are_compared_where_the_bottleneck_has_brought_them():

@@ -366,10 +366,13 @@ def test_nnunet_has_no_negative_labels(data, capsys):
     path = data / "data/labelsTr/s_001.nii.gz"
     label, affine = read_label(path)
     write_volume(path, np.where(label == 1, -1, label), affine)
-    assert run("--image", data / "data/imagesTr/s_001.nii.gz", "--label", path, *WORDS, "--draws", 1, "--nnunet",
-               "Dataset501_Brains", "--out", data / "out") == 43
-    assert "there is a label -1, but nnU-Net's labels begin at 0" in capsys.readouterr().err
-    assert not list((data / "out").rglob("*.nii.gz")), "it is told before anything is drawn"
+    words = ["--image", data / "data/imagesTr/s_001.nii.gz", "--label", path, *WORDS, "--draws", 1,
+             "--out", data / "out"]
+    for drawn in (0, 3):  # image, label and field
+        assert run(*words, "--nnunet", "Dataset501_Brains") == 43
+        assert "there is a label -1, but nnU-Net's labels begin at 0" in capsys.readouterr().err
+        assert len(list((data / "out").rglob("*.nii.gz"))) == drawn, "it is told before anything is drawn"
+        assert run(*words) == 0
 
 
 @pytest.mark.slow
@@ -656,11 +659,13 @@ def test_what_the_transform_refuses(changes, entries, message):
     (["--image", "good.nii.gz", "--label", "other.nii.gz"], "other.nii.gz: the label of .* is on another grid"),
     (["--image", "good.nii.gz", "--label", "half.nii.gz"], "half.nii.gz: .* not whole numbers"),
     (["--image", "good.nii.gz", "--start", "80"], "start 80: the time of a random deformation is from 1 to 79"),
+    (["--image", "good.nii.gz", "--start", "0"], "start 0: the time of a random deformation is from 1 to 79"),
     (["--image", "good.nii.gz", "--start", "60-20"], "give one such time, or a rising range"),
     (["--image", "good.nii.gz", "--start", "much"], "start much: give one time such as 79"),
     (["--image", "good.nii.gz", "--draws", "0"], "--draws 0: at least 1"),
     (["--image", "good.nii.gz", "--workers", "0"], "--workers 0"),
     (["--image", "good.nii.gz", "--stride", "0"], "--stride 0"),
+    ([], "give either --image or --data"),
     (["--image", "good.nii.gz", "--data", "."], "give either --image or --data"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz"], "--target: only a network"),
     (["--image", "good.nii.gz", "--condition", "slice"], "--condition slice needs a --target"),

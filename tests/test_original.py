@@ -1,5 +1,6 @@
 """The published method: its weights load, its network answers as it did, its recovery and copies can be made here."""
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from Inference.load_model import load_model
 from Inference.registration import register
 from Runtime.config import load_config
 from Runtime.errors import InputError
+from tests import launching
 from tests.tiny import ROOT
 
 ORIGINAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "original"
@@ -199,3 +201,11 @@ def test_a_turned_copy_is_the_turned_volume_deformed():
     determinant = jacobian_determinant(torch.from_numpy(field)[None])
     assert (determinant * mirrored > 0).double().mean() > 0.99
 
+
+@needs_weights
+@pytest.mark.slow
+def test_the_benchmark_says_how_near_the_published_answers_are():
+    done = launching.run([sys.executable, str(ROOT / "tests/bench/bench_original.py"), "--json"], timeout=900)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result["parameters"] == 443_435 and result["field_error"] < 1e-4
+    assert result["first_recovery_error"] < 1e-4

@@ -108,6 +108,10 @@ def test_page_is_complete_offline_and_escaped(tmp_path):
     assert shown.count(NASTY) == 7
 
 
-def test_page_survives_odd_characters(tmp_path):
-    path = write_page(tmp_path / "page.html", "M\u00fcller \udce9", "", [("a", "<p>new</p>")])
+def test_page_replaces_the_old_one_and_survives_odd_characters(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    with open(path) as reader:
+        write_page(path, "M\u00fcller \udce9", "", [("a", "<p>new</p>")])
+        assert reader.read() == "old"
     assert "M\u00fcller ?" in path.read_text(encoding="utf-8")

@@ -147,6 +147,14 @@ def test_real_logs_of_a_slow_rank_a_shut_gate_a_clipped_mode_and_nan(tmp_path):
     assert (folder / "told.txt").read_text().startswith("done: attempt 0: done")
 
 
+@pytest.mark.slow
+def test_real_logs_of_a_leak(tmp_path):
+    leak = {"do": "leak", "rank": 1, "phase": "optimizer", "mode": "diffusion", "step": 5, "always": True}
+    folder = new_folder(tmp_path, "run")
+    assert wait(launch(folder, 2, [leak], run__epochs=4)) == 0
+    assert "rank 1: host memory grows by" in found(run_of(folder))["leak"]["sentence"]
+
+
 HIPPOCAMPUS = ROOT.parent / "shared/data/hippocampus"
 
 

@@ -1,4 +1,5 @@
 """Structures that the network segments by itself: its layers, their loss, refinement by them, and trainings."""
+import json
 import math
 
 import numpy as np
@@ -330,11 +331,12 @@ def test_another_number_of_labels_is_one_sentence(data, tmp_path, capfd):
             "6): set it to that number, or name those that count by registration.labels.") in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("structures, thousands", [(0, 1783), (2, 2982)])
-def test_structures_have_weights_of_their_own(structures, thousands):
-    net = build_network(load_config(ROOT / "Config/config_hippocampus_labels.yaml", [
-        f"model.structures={structures}", f"loss.segment={0.06 * structures}"]))
-    assert sum(parameter.numel() for parameter in net.parameters()) // 1000 == thousands
+@pytest.mark.slow
+def test_the_cost_of_a_step_is_counted_before_the_data_are_there(capfd):
+    words = ["model.structures=2", "loss.segment=0.12", "data.root=/nowhere"]
+    assert om.main(["--config", str(ROOT / "Config/config_hippocampus_labels.yaml"), "--dry-run",
+                    *[word for item in words for word in ("--set", item)]]) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["parameters"] // 1000 == 2982
 
 
 def test_best_field_works_with_the_config_of_the_hippocampus():

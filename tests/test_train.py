@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import weakref
 from importlib.metadata import version
@@ -445,7 +446,9 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
     monkeypatch.setattr(om, "load_config", lambda *a: Recorder(plain))
     monkeypatch.setattr(attempts, "load_config", lambda *a: Recorder(plain))
     assert om.main(["--config", "any"]) == 0
+    handler = signal.getsignal(signal.SIGCHLD)
     end_workers()  # as when a program exits
+    signal.signal(signal.SIGCHLD, handler)
     run = begin(plain)
     run.cfg = Recorder(plain)
     om.training_state.refuse_nonfinite(run)

@@ -224,6 +224,9 @@ def climb(args):
         dist.all_gather_object(nodes, node)
     trainer = start(args)
     parameters = count(trainer["net"])
+    expected = count(network(args.step, args.scale, "meta"))
+    if parameters != expected:
+        raise RuntimeError(f"the network has {parameters:,} parameters instead of {expected:,}")
     _, before = examine(trainer, args)
     rate = train(trainer, args)
     _, after = examine(trainer, args)
