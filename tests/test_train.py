@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -447,7 +448,10 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
     monkeypatch.setattr(attempts, "load_config", lambda *a: Recorder(plain))
     assert om.main(["--config", "any"]) == 0
     handler = signal.getsignal(signal.SIGCHLD)
+    workers = multiprocessing.active_children()
     end_workers()  # as when a program exits
+    for worker in workers:
+        worker.join(20)
     signal.signal(signal.SIGCHLD, handler)
     run = begin(plain)
     run.cfg = Recorder(plain)

@@ -252,9 +252,9 @@ def drawn_copies(method, volume, count, model, cfg, others, grid):
     """Copies of one volume on the grid: list of (image, label). others: the unlabelled volumes, in some order. grid:
     keys of the set."""
     identity, image, label, affine = volume
-    others = [other for other in others if other[0] != identity]
     if method == "moved":
         return brought_copies(volume, others, argparse.Namespace(draws=count), cfg)["moved"]
+    others = [other for other in others if other[0] != identity]
     drawing = model[1] | grid | ({"diffusion.v_scale": WIDE} if method == "wide" else {})
     limits, made = intensity_range(image, *cfg["data.percentiles"]), []
     for number in tqdm(range(count), f"{method} copies of {identity}", unit="copy", leave=False):
