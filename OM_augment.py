@@ -69,7 +69,7 @@ from Inference.draws import (
 )
 from Inference.labels import carry, without_affine
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
-from Inference.nnunet import cases_of, write_dataset
+from Inference.nnunet import cases_of, require_no_negative, write_dataset
 from Inference.outputs import write_moved
 from Inference.registration import register
 from Runtime import run_lock
@@ -281,9 +281,8 @@ def read_item(item, dims, labels, nnunet):
     for kind, read in (("label", read_label), ("mask", read_numbers)):
         if item[kind]:
             array, own_affine = read_beside(item, kind, image.shape, affine, read)
-            if kind == "label" and nnunet and array.min() < 0:
-                raise InputError(f"{item[kind]}: there is a label {array.min()}, but nnU-Net's labels begin at 0; "
-                                 "renumber it, or leave out --nnunet.")
+            if kind == "label" and nnunet:
+                require_no_negative(array, item[kind])
             whole = np.rint(array)  # a scale factor in the header may change whole numbers a little
             soft = kind == "mask" and (np.abs(array - whole) > ROUNDED * np.maximum(1, np.abs(whole))).any()
             files.append((kind, item[kind], array if soft or kind == "label" else whole, own_affine,

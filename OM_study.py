@@ -41,8 +41,6 @@ def parse_arguments(argv=None):
     segment.add_argument("--same-subject", action="store_true", help="let other scans of the same subject vote too")
     segment.add_argument("--join", choices=("joint", "majority"), default="joint", help="joint: weight each atlas by "
                          "its similarity around the voxel; majority: one vote each (%(default)s)")
-    segment.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
-                         "deformation (%(default)s)")
     segment.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are warped (%(default)s)")
     segment.add_argument("--keep", action="store_true", help="keep the registered atlases in atlases/")
 
@@ -56,8 +54,6 @@ def parse_arguments(argv=None):
                           "(that of the start volume)")
     template.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how much to restore of the edges "
                           "that averaging blurs; 0 for the plain mean (%(default)s)")
-    template.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
-                          "deformation (%(default)s)")
 
     jacobian = new_task(tasks, "jacobian", "map the change of volume from a template to its subjects, or between scans")
     jacobian.add_argument("--results", metavar="FOLDER", help="results of a template, or of OM_register.py with one "
@@ -85,6 +81,8 @@ def parse_arguments(argv=None):
                         "breathing")
 
     for task in (segment, template):
+        task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
+                          "deformation (%(default)s)")
         task.add_argument("--bids", action="store_true", help="the results also under the names of BIDS derivatives, "
                           "in OUT/bids")
     for task in (segment, template, jacobian, motion):

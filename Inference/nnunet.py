@@ -45,6 +45,13 @@ def cases_of(name, items, dims):
     return cases
 
 
+def require_no_negative(label, path):
+    """Raise InputError for a label map, from the file `path`, with a negative label."""
+    if label.min() < 0:
+        raise InputError(f"{path}: there is a label {label.min()}, but nnU-Net's labels begin at 0; renumber it, or "
+                         "leave out --nnunet.")
+
+
 def list_of(data):
     """The list of a data set, a dict; empty if it has none. data: folder or list as for `read_datalist`, or None."""
     if not data:
@@ -96,9 +103,12 @@ def write_dataset(out, name, items, draws, dims, data):
     data: the list that names labels and channels, or None. Returns: Path of its folder.
     """
     folder = out / name
-    numbers = sorted({int(number) for item in items for number in np.unique(read_label(item["label"], dims)[0])} | {0})
-    if numbers[0] < 0:  # of copies that were drawn without --nnunet
-        raise InputError(f"--nnunet: there is a label {numbers[0]}, but nnU-Net's labels begin at 0; renumber it.")
+    numbers = {0}
+    for item in items:
+        label, _ = read_label(item["label"], dims)
+        require_no_negative(label, item["label"])  # of copies that were drawn without --nnunet
+        numbers.update(np.unique(label).tolist())
+    numbers = sorted(map(int, numbers))
     shutil.rmtree(folder, ignore_errors=True)  # it is made from the draws alone; fewer draws leave fewer cases
     for item in items:
         write_case(folder, item["id"], [item["image"], *item["channels"]], item["label"], numbers, dims, copy)

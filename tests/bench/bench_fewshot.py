@@ -248,14 +248,13 @@ def counts_of(orders, counts):
     return needed
 
 
-def drawn_copies(method, volume, count, model, cfg, others, grid):
-    """Copies of one volume on the grid: list of (image, label). others: the unlabelled volumes, in some order. grid:
-    keys of the set."""
+def drawn_copies(method, volume, count, model, cfg, others):
+    """Copies of one volume on the grid: list of (image, label). others: the unlabelled volumes, in some order."""
     identity, image, label, affine = volume
     if method == "moved":
         return brought_copies(volume, others, argparse.Namespace(draws=count), cfg)["moved"]
     others = [other for other in others if other[0] != identity]
-    drawing = model[1] | grid | ({"diffusion.v_scale": WIDE} if method == "wide" else {})
+    drawing = model[1] | ({"diffusion.v_scale": WIDE} if method == "wide" else {})
     limits, made = intensity_range(image, *cfg["data.percentiles"]), []
     for number in tqdm(range(count), f"{method} copies of {identity}", unit="copy", leave=False):
         shown = pick_target(others, (0, subject_number(identity), number)) if method == "towards" else [None] * 4
@@ -279,8 +278,7 @@ def pool_of(method, volume, count, labelled, model, args, cfg, others):
     found = kept(path, settings, args.resume)
     if found is None:
         images, labels = (torch.stack(parts).numpy()
-                          for parts in zip(*drawn_copies(source, volume, count, model, cfg, others,
-                                                         SETS[args.data]["grid"])))
+                          for parts in zip(*drawn_copies(source, volume, count, model, cfg, others)))
         keep(path, settings, images=images.astype(np.float16), labels=labels.astype(np.uint8))
         found = kept(path, settings, True)
     copies = [(torch.from_numpy(image).float(), torch.from_numpy(label).float())
@@ -420,8 +418,9 @@ def main(argv=None):
     if lacking := next((name for name in needed if importlib.util.find_spec(name) is None), None):
         raise InputError(f"{lacking} is not installed: pip install {lacking}, or name other --methods.")
     torch.set_num_threads(args.threads)
-    model = load_model(args.checkpoint)
-    cfg = load_config(CONFIG) | SETS[args.data]["grid"]
+    grid = SETS[args.data]["grid"]
+    net, drawn_by = load_model(args.checkpoint)
+    model, cfg = (net, drawn_by | grid), load_config(CONFIG) | grid
     volumes = read_set(args.data, SETS[args.data]["train"], cfg)
     if max(args.shots) > len(volumes):
         raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes to learn from.")

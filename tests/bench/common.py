@@ -45,7 +45,7 @@ def hippocampus(folder):
 
 
 def kept_json(path, settings, resume):
-    """What a .json file holds that was made with these settings; {} where there is none."""
+    """The content of a .json file if the same settings made it, else {}."""
     if not (resume and path.is_file()):
         return {}
     found = json.loads(path.read_text())
