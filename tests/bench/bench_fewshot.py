@@ -24,7 +24,8 @@ is scored on the last eight. The rows:
 The simple rows draw anew in every step. Copies are drawn once: 16 of a single volume, 8 of each of two, 4 of each of
 five or ten; a sample is a copy with probability SHARE, else the volume itself. Volumes lie on one grid, mean 0,
 variance 1. All rows share the network, steps, initial weights and order of the volumes, and add only their own
-augmentation. --copies N makes N copies of each volume in all rows.
+augmentation. --copies N makes N copies of each volume in all rows; a run with --resume and fewer copies takes the first
+ones of an earlier run with more.
 
 Each seed takes other labelled volumes (those of 1 are among those of 2, 5 and 10) and other initial weights. Dice is
 the mean over both labels, then over the seeds. Its 95 % interval, and that of the difference from the best simple row
@@ -267,16 +268,17 @@ def drawn_copies(method, volume, count, model, cfg, others):
 def pool_of(method, volume, count, labelled, model, args, cfg, others):
     """Samples of one labelled volume, itself first: list of (image, label), arrays on the grid.
 
-    count: how many copies are kept of it, of which the first ones are taken when `labelled` volumes have labels.
+    count: how many copies are drawn of it, or more in an earlier run, of which the first ones are taken when `labelled`
+    volumes have labels.
     """
     itself = on_grid(*volume[1:], intensity_range(volume[1], *cfg["data.percentiles"]), cfg)
     source = COMBINED.get(method, method)
     if source not in COPIES:
         return [standard(*itself)]
-    settings = json.dumps([count, START, cfg, sha256(find_checkpoint(args.checkpoint)), our_commit()], sort_keys=True)
+    settings = json.dumps([START, cfg, sha256(find_checkpoint(args.checkpoint)), our_commit()], sort_keys=True)
     path = args.out / "copies" / source / f"{volume[0]}.npz"
     found = kept(path, settings, args.resume)
-    if found is None:
+    if found is None or len(found["images"]) < count:
         images, labels = (torch.stack(parts).numpy()
                           for parts in zip(*drawn_copies(source, volume, count, model, cfg, others)))
         keep(path, settings, images=images.astype(np.float16), labels=labels.astype(np.uint8))
@@ -338,9 +340,10 @@ def cell(method, labelled, seed, order, needed, held_out, model, args, cfg, over
 
     over: run nothing any more; without a file it is None.
     """
-    weights = sha256(find_checkpoint(args.checkpoint)) if COMBINED.get(method, method) in COPIES else None
-    settings = [args.steps, args.rate, args.test_ids, WIDTHS, args.counts[labelled], cfg, weights, our_commit()]
-    path = args.out / "cells" / f"{method}_{labelled}_{seed}.json"
+    copies = args.counts[labelled] if COMBINED.get(method, method) in COPIES else 0
+    weights = sha256(find_checkpoint(args.checkpoint)) if copies else None
+    settings = [args.steps, args.rate, args.test_ids, WIDTHS, cfg, weights, our_commit()]
+    path = args.out / "cells" / f"{method}_{labelled}_{copies}_{seed}.json"
     if (found := kept_json(path, settings, args.resume)) or over:
         return found or None
     began = time.process_time()
