@@ -627,7 +627,8 @@ def test_inside_monai():
 
 
 def test_without_monai(monkeypatch):
-    monkeypatch.setitem(sys.modules, "monai", None)  # as where it is not installed
+    for name in ("monai", "monai.transforms"):  # as where it is not installed, also after a test that imported it
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "Inference.monai_transforms")
     alone = importlib.import_module("Inference.monai_transforms").RandDeformationd
     found = alone("image", prob=1.0, seed=0)({"image": np.random.default_rng(0).random((1, 12, 14, 16))})

@@ -281,10 +281,11 @@ class UNet(nn.Module):
 
 
 def loss_of(logits, label):
-    """Cross entropy plus one minus soft Dice. label: (B, 1, *size) float32."""
+    """Cross entropy plus one minus soft Dice. label: (B, 1, *size) float32, of 2 or 3 axes."""
     target = label[:, 0].long()
     shares, hot = logits.softmax(1), F.one_hot(target, logits.shape[1]).movedim(-1, 1).float()
-    both, sizes = (shares * hot).sum((0, 2, 3, 4)), (shares + hot).sum((0, 2, 3, 4))
+    voxels = [0, *range(2, logits.ndim)]
+    both, sizes = (shares * hot).sum(voxels), (shares + hot).sum(voxels)
     return F.cross_entropy(logits, target) + 1 - (2 * both / (sizes + 1))[1:].mean()
 
 

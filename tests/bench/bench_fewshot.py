@@ -5,7 +5,9 @@
 hippocampus (MR crops, 1 mm, two labels): MONAI's U-Net (WIDTHS) learns from 1, 2, 5 or 10 labelled volumes of ids 1-60,
 and is scored on all volumes of ids 231-280; all choices (rate, steps, widths) were made on ids 201-230.
 brains (whole brains at 3 mm, three tissues): with these choices, it learns from 1, 2 or 5 of the first seven brains and
-is scored on the last eight. The rows:
+is scored on the last eight. heart (slices of one person, three labels): it learns from 1, 2 or 5 of the eight slices at
+end diastole and is scored on the seven at end systole, with the published settings, and weights as --checkpoint. The
+rows:
   none              the labelled volumes as they are
   flips_affine      mirrored left to right, rotated by up to 15 degrees, scaled by up to 15 %, shifted by up to 5 %
   elastic           random elastic deformations as in MONAI's tutorials: sigma 5-7 voxels, magnitude 50-150
@@ -18,7 +20,7 @@ is scored on the last eight. The rows:
   moved             copies registered to unlabelled volumes of the same ids (OM_augment.py --register), of a brain
                     at most six
   recovered         the draws of `random` after recovery by the network of --checkpoint, as in the paper
-  towards           the same draws recovered towards these unlabelled volumes, which the network sees
+  towards           the same draws recovered towards these unlabelled volumes, if the network sees a condition
   moved_affine, wide_affine, recovered_affine   those copies, with flips_affine on top
   moved_nnunet, recovered_nnunet                those copies, with nnunet on top
 The simple rows draw anew in every step. Copies are drawn once: 16 of a single volume, 8 of each of two, 4 of each of
@@ -47,7 +49,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from bench_augment import (
-    CONFIG,
     DATA,
     ROOT,
     brought_copies,
@@ -64,6 +65,7 @@ from tqdm import tqdm
 
 from Dataloader.datalist import read_datalist
 from Dataloader.grids import intensity_range, to_grid
+from Dataloader.nifti import read_label, read_volume
 from Diffusion.batch_augment import random_affine
 from Diffusion.fields import affine_field, warp
 from Diffusion.metrics import average, dice
@@ -85,9 +87,13 @@ COUNTS = {1: 16, 2: 8}  # copies of each volume, by how many have labels; LEAST 
 WIDE = 1e-4
 LEAST, SHARE, START = 4, 0.8, "48+2"
 TRAIN_IDS = "1-60"
-SETS = {"hippocampus": {"train": TRAIN_IDS, "test": "231-280", "shots": [1, 2, 5, 10], "labels": (1, 2), "grid": {}},
+SETS = {"hippocampus": {"train": TRAIN_IDS, "test": "231-280", "shots": [1, 2, 5, 10], "labels": (1, 2), "grid": {},
+                        "config": "Config/config_hippocampus.yaml"},
         "brains": {"train": "1000-1009", "test": "1010-1036", "shots": [1, 2, 5], "labels": (1, 2, 3),
-                   "grid": {"data.img_size": [56, 72, 64], "data.spacing_mm": 3.0}}}
+                   "grid": {"data.img_size": [56, 72, 64], "data.spacing_mm": 3.0},
+                   "config": "Config/config_hippocampus.yaml"},
+        "heart": {"train": "heart1_ed", "test": "heart1_es", "shots": [1, 2, 5], "labels": (1, 2, 3), "grid": {},
+                  "config": "Config/config_cmr.yaml"}}
 SIGMA, MAGNITUDE = (5, 7), (50, 150)  # of `elastic`, in voxels
 WIDTHS, BATCH, STEPS, LR = (16, 32, 64, 64), 2, 250, 3e-3
 TURN = {"augment.rotation": 15.0, "augment.scaling": 0.15, "augment.shift": 0.05, "augment.flip": 0.5}
@@ -124,22 +130,22 @@ def parse_arguments(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def warped_by(image, label, field):
-    """Both arrays warped by a field (1, 3, *size) in voxels."""
+    """Both arrays warped by a field (1, N, *size) in voxels."""
     image = warp(torch.from_numpy(image)[None, None], field, padding="border")
     label = warp(torch.from_numpy(label)[None, None], field, mode="nearest", padding="border")
     return image[0, 0].numpy(), label[0, 0].numpy()
 
 
 def flips_affine(image, label, key):
-    return warped_by(image, label, affine_field(random_affine([key], 3, image.shape, TURN), image.shape))
+    return warped_by(image, label, affine_field(random_affine([key], image.ndim, image.shape, TURN), image.shape))
 
 
 def elastic_field(size, draws, sigma, magnitude):
-    """White noise of -1 to 1, smoothed by a Gaussian of `sigma` voxels, times the magnitude: (3, *size) in voxels."""
-    width, strength = draws.uniform(*sigma), draws.uniform(*magnitude)
-    waves = np.fft.rfftn(draws.uniform(-1, 1, (3, *size)), axes=(1, 2, 3))
+    """White noise of -1 to 1, smoothed by a Gaussian of `sigma` voxels, times the magnitude: (N, *size) in voxels."""
+    width, strength, axes = draws.uniform(*sigma), draws.uniform(*magnitude), range(1, len(size) + 1)
+    waves = np.fft.rfftn(draws.uniform(-1, 1, (len(size), *size)), axes=axes)
     smooth = [ndimage.fourier_gaussian(wave, width, size[-1]) for wave in waves]
-    return np.float32(strength * np.fft.irfftn(smooth, size, axes=(1, 2, 3)))
+    return np.float32(strength * np.fft.irfftn(smooth, size, axes=axes))
 
 
 def elastic(image, label, key, sigma=SIGMA, magnitude=MAGNITUDE, probability=SHARE):
@@ -151,13 +157,13 @@ def elastic(image, label, key, sigma=SIGMA, magnitude=MAGNITUDE, probability=SHA
 
 @functools.cache
 def nnunet_transforms(size):
-    """What nnU-Net's trainer does to a patch in 3D, with its settings."""
+    """What nnU-Net's trainer does to a patch, with its settings."""
     from batchgenerators.transforms import color_transforms as color
     from batchgenerators.transforms.abstract_transforms import Compose
     from batchgenerators.transforms.noise_transforms import GaussianBlurTransform, GaussianNoiseTransform
     from batchgenerators.transforms.resample_transforms import SimulateLowResolutionTransform
     from batchgenerators.transforms.spatial_transforms import MirrorTransform, SpatialTransform
-    angle = (-np.pi / 6, np.pi / 6)
+    angle = (-np.pi / 6, np.pi / 6) if len(size) == 3 else (-np.pi, np.pi)
     return Compose([
         SpatialTransform(size, None, do_elastic_deform=False, do_rotation=True, angle_x=angle, angle_y=angle,
                          angle_z=angle, p_rot_per_axis=1, do_scale=True, scale=(0.7, 1.4), border_mode_data="constant",
@@ -171,7 +177,7 @@ def nnunet_transforms(size):
                                        order_upsample=3, p_per_sample=0.25),
         color.GammaTransform((0.7, 1.5), True, True, retain_stats=True, p_per_sample=0.1),
         color.GammaTransform((0.7, 1.5), False, True, retain_stats=True, p_per_sample=0.3),
-        MirrorTransform((0, 1, 2)),
+        MirrorTransform(tuple(range(len(size)))),
     ])
 
 
@@ -202,8 +208,8 @@ def bigaug(image, label, key):
     image = np.float32(image)
     if happens[6] or happens[7]:
         how = {"augment.rotation": 20.0 * happens[6], "augment.scaling": 0.0, "augment.shift": 0.0, "augment.flip": 0.0}
-        matrix = random_affine([key], 3, image.shape, how)
-        matrix[:, :, :3] /= of(0.4, 1.6) if happens[7] else 1.0
+        matrix = random_affine([key], image.ndim, image.shape, how)
+        matrix[:, :, :-1] /= of(0.4, 1.6) if happens[7] else 1.0
         image, label = warped_by(image, label, affine_field(matrix, image.shape))
     if happens[8]:
         image, label = elastic(image, label, key, (10, 13), (0, 1000), probability=1.0)
@@ -224,7 +230,14 @@ def number_of(key, purpose):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def read_set(name, ids, cfg):
-    """Volumes of a set as `read` returns them: crops on their own grids, brains with their tissues on that of cfg."""
+    """Volumes of a set as `read` returns them: crops on their own grids, brains with their tissues on that of cfg, and
+    slices of a heart that have labels."""
+    if name == "heart":
+        image, affine = read_volume(DATA.parent / "cardiac/imagesTr" / f"{ids}.nii.gz")
+        label, _ = read_label(DATA.parent / "cardiac/labelsTr" / f"{ids}.nii.gz")
+        spacing = np.diag([*np.linalg.norm(affine[:3, :2], axis=0), 1, 1])
+        return [(f"{ids}_{z}", image[..., z], label[..., z], spacing) for z in range(image.shape[2])
+                if label[..., z].any()]
     items = read_datalist(DATA.parent / name, 3, ids)
     if name == "hippocampus":
         return read(items)
@@ -292,12 +305,12 @@ def pool_of(method, volume, count, labelled, model, args, cfg, others):
 # One cell: a training and its scores
 # ---------------------------------------------------------------------------------------------------------------------
 
-def new_net(seed, labels):
-    """MONAI's U-Net for these labels; its first weights are a function of the seed."""
+def new_net(seed, dims, labels):
+    """MONAI's U-Net of 2 or 3 dimensions for these labels; its first weights are a function of the seed."""
     from monai.networks.nets import UNet
     with torch.random.fork_rng():
         torch.manual_seed(number_of((seed,), "few-shot weights"))
-        return UNet(3, 1, len(labels) + 1, WIDTHS, (2,) * (len(WIDTHS) - 1))
+        return UNet(dims, 1, len(labels) + 1, WIDTHS, (2,) * (len(WIDTHS) - 1))
 
 
 def sample(pool, method, key):
@@ -313,7 +326,7 @@ def sample(pool, method, key):
 
 def train(pool, method, seed, args, cfg):
     """The U-Net after --steps steps. pool: for each labelled volume its samples."""
-    net = new_net(seed, args.labels)
+    net = new_net(seed, cfg["model.dims"], args.labels)
     optimizer = torch.optim.Adam(net.parameters(), lr=args.rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     for step in tqdm(range(args.steps), f"{method}, {len(pool)} volumes, seed {seed}", unit="step", leave=False):
@@ -423,7 +436,12 @@ def main(argv=None):
     torch.set_num_threads(args.threads)
     grid = SETS[args.data]["grid"]
     net, drawn_by = load_model(args.checkpoint)
-    model, cfg = (net, drawn_by | grid), load_config(CONFIG) | grid
+    model, cfg = (net, drawn_by | grid), load_config(ROOT / SETS[args.data]["config"]) | grid
+    if drawn_by["model.dims"] != cfg["model.dims"]:
+        raise InputError(f"--checkpoint {args.checkpoint}: its network is {drawn_by['model.dims']}D, but the set "
+                         f"{args.data} is {cfg['model.dims']}D.")
+    if drawn_by["model.condition_type"] == "none":
+        args.methods = [method for method in args.methods if method != "towards"]
     volumes = read_set(args.data, SETS[args.data]["train"], cfg)
     if max(args.shots) > len(volumes):
         raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes to learn from.")

@@ -6,8 +6,8 @@ hippocampus: ATLASES of ids below 203 label crops of ids from 203 on (--part cho
 parameters of Study/fusion.py were chosen). brains: the first seven label the others at 2 mm, tissues and 138 labels.
 All methods use the same registrations, those of `omnimorph segment`, and differ only in how they fuse labels. ANTs uses
 its own fusion (beta 4, radius 2), within two voxels of any label, on intensities of 0 to 100; it runs with
---peers-python, and its column is empty without that. Dice is the mean over labels, then over images. The last line is
-JSON.
+--peers-python, and its column is empty without that. Dice is the mean over labels, then over images. Registrations and
+the scores of each image are kept in --out, and an interrupted run continues there. The last line is JSON.
 """
 import argparse
 import json
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import DATA, in_one_sentence, our_commit
+from common import DATA, in_one_sentence, kept_json, our_commit
 from peers import peers_python
 from scipy import ndimage
 
@@ -27,6 +27,7 @@ from Dataloader.nifti import read_label, read_volume
 from Diffusion.metrics import average, dice
 from Inference.labels import apply_label, vote
 from Runtime.errors import DONE, InputError
+from Runtime.files import write_file
 from Study.fusion import fuse
 
 ATLASES = ("001", "014", "025", "036", "046")  # of the hippocampus, apart from each other: neighbours may be one person
@@ -96,32 +97,41 @@ def joint_label_fusion(peers, folder, image, warped, maps):
     return np.load(f"{path}.jlf.npy")
 
 
+def scored(name, atlases, image, out, peers):
+    """{kind of labels: {method: Dice}} of one image, and "seconds" of the fusions; from its file if it has one."""
+    settings = [[atlas.name for atlas in atlases], bool(peers), our_commit()]
+    path = out / our_commit() / name / f"{image.name[:-7]}.json"
+    if found := kept_json(path, settings, True):
+        return found
+    held, found = [registered(name, atlas, image, out) for atlas in atlases], {"settings": settings, "seconds": 0.0}
+    warped = [each["warped"] for each in held]
+    for kind in KINDS[name]:
+        maps, truth = [each[f"map {kind}"] for each in held], held[0][f"truth {kind}"]
+        values = [int(value) for value in np.unique(truth) if value]
+        began = time.process_time()
+        labels = {"ours": fuse(held[0]["image"], warped, maps)[0]}
+        found["seconds"] += time.process_time() - began
+        labels |= {"majority": vote(maps)[0], "jlf": joint_label_fusion(peers, out, held[0]["image"], warped, maps)}
+        found[kind] = {method: average(dice(label, truth, values))
+                       for method, label in labels.items() if label is not None}
+        found[kind]["one"] = average([average(dice(label, truth, values)) for label in maps])
+    write_file(path, json.dumps(found) + "\n")
+    return found
+
+
 def score(name, part, limit, out, peers):
-    """{method: mean Dice} of a set, for each kind of labels, and how many images and atlases there are."""
+    """{kind of labels: {method: mean Dice}} of a set, and how many images and atlases there are."""
     atlases, images = subjects(name, part)
-    images = images[:limit]
-    found = {kind: {method: [] for method in METHODS} for kind in KINDS[name]}
-    seconds = dict.fromkeys(("ours", "jlf"), 0.0)
-    for number, image in enumerate(images, 1):
-        held = [registered(name, atlas, image, out) for atlas in atlases]
-        warped = [each["warped"] for each in held]
-        for kind in KINDS[name]:
-            maps, truth = [each[f"map {kind}"] for each in held], held[0][f"truth {kind}"]
-            values = [int(value) for value in np.unique(truth) if value]
-            scores = found[kind]
-            began = time.process_time()
-            scores["ours"].append(average(dice(fuse(held[0]["image"], warped, maps)[0], truth, values)))
-            seconds["ours"] += time.process_time() - began
-            scores["majority"].append(average(dice(vote(maps)[0], truth, values)))
-            scores["one"].append(average([average(dice(label, truth, values)) for label in maps]))
-            joined = joint_label_fusion(peers, out, held[0]["image"], warped, maps)
-            if joined is not None:
-                scores["jlf"].append(average(dice(joined, truth, values)))
-        print(f"{name} {number}/{len(images)} {image.name}: "
-              + ", ".join(f"{method} {values[-1]:.4f}" for method, values in scores.items() if values), flush=True)
-    return {**{kind: {method: round(float(np.mean(values)), 4) if values else None for method, values in scores.items()}
-               for kind, scores in found.items()}, "images": len(images), "atlases": len(atlases),
-            "fusion_cpu_seconds": round(seconds["ours"] / max(len(images), 1), 2)}
+    found = []
+    for number, image in enumerate(images[:limit], 1):
+        found.append(scored(name, atlases, image, out, peers))
+        print(f"{name} {number}/{len(images[:limit])} {image.name}: " + "; ".join(
+            f"{kind} " + ", ".join(f"{method} {value:.4f}" for method, value in found[-1][kind].items())
+            for kind in KINDS[name]), flush=True)
+    means = {kind: {method: round(average([each[kind].get(method) for each in found]), 4) if method in found[0][kind]
+                    else None for method in METHODS} for kind in KINDS[name]}
+    return {**means, "images": len(found), "atlases": len(atlases),
+            "fusion_cpu_seconds": round(average([each["seconds"] for each in found]), 2)}
 
 
 @in_one_sentence
