@@ -401,8 +401,7 @@ def run(args):
     items = read_items(args, cfg)
     draws = copies_of_each(args, items)
     out.mkdir(parents=True, exist_ok=True)
-    token = run_lock.lock_results(out)
-    try:
+    with run_lock.held_results(out):
         records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]),
                                items, bool(args.data) and not args.ids)
         records, refused = make_all(job, items, draws, args.workers, records)
@@ -415,8 +414,6 @@ def run(args):
             shown = {target["id"]: target for target in WORKER["targets"]} if args.register is not None else {}
             summary = write_report(out, describe(job, cfg), items, kept, refused, cfg["model.dims"], shown)
             print(json.dumps(summary))
-    finally:
-        run_lock.unlock(out, token)
     for reason in refused.values():
         print(f"error: {reason}", file=sys.stderr)
     return STOP if refused else DONE

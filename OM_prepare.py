@@ -11,8 +11,6 @@ import Runtime.unix  # noqa: F401  first: an outdated Python, or Windows, stops 
 # isort: split
 import argparse
 import contextlib
-import csv
-import io
 import math
 import multiprocessing
 import os
@@ -33,6 +31,7 @@ from Dataloader.prepare import original_header, to_original
 from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError, parse_options
+from Runtime.files import csv_text
 from Runtime.workers import run_tasks
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -103,9 +102,8 @@ def report(folder, manifest, cfg, seconds):
     volumes, refused = manifest["volumes"], manifest["refused"]
     size = sum(length for length, _ in manifest["files"].values())
     if refused:
-        table = io.StringIO()
-        csv.writer(table, lineterminator="\n").writerows([("id", "image", "reason"), *refused])
-        cache.write_bytes(folder, "refused.csv", table.getvalue().encode(errors="surrogateescape"))
+        table = csv_text([("id", "image", "reason"), *refused])
+        cache.write_bytes(folder, "refused.csv", table.encode(errors="surrogateescape"))
     else:
         (folder / "refused.csv").unlink(missing_ok=True)
     print(f"{folder}: {len(volumes)} volumes ({sum(line[5] for line in volumes)} with labels), {len(refused)} refused, "
@@ -285,15 +283,12 @@ def run(folder, cfg, args):
     if args.export:
         return export(folder, cfg, *args.export)
     folder.mkdir(parents=True, exist_ok=True)
-    token = run_lock.lock_results(folder, "name another data.cache")
-    try:
-        with contextlib.ExitStack() as stack:
-            if (args.fresh or args.repair) and not stack.enter_context(cache.without_readers(folder)):
-                raise InputError(f"data.cache {folder} is in use by a training run: let it finish or stop it, or "
-                                 "name another data.cache.")
-            return prepare(folder, cfg, args)
-    finally:
-        run_lock.unlock(folder, token)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(run_lock.held_results(folder, "name another data.cache"))
+        if (args.fresh or args.repair) and not stack.enter_context(cache.without_readers(folder)):
+            raise InputError(f"data.cache {folder} is in use by a training run: let it finish or stop it, or name "
+                             "another data.cache.")
+        return prepare(folder, cfg, args)
 
 
 def main(argv=None):

@@ -1,6 +1,4 @@
 """Which data a run trains on: what a checkpoint stores about them, and whether a run may continue with other data."""
-import csv
-import io
 import itertools
 import json
 
@@ -10,6 +8,7 @@ from Dataloader.cache import some
 from Dataloader.formats import size_and_time
 from Runtime import agree
 from Runtime.errors import InputError
+from Runtime.files import csv_text
 
 MOST_LABELS = 64  # limit for loss.dice
 
@@ -30,9 +29,7 @@ def describe_data(cfg, dataset, held_out):
 
 def as_csv(described):
     """The volumes of `describe_data` as a CSV table for people."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([("id", "subject", "split", "bytes"), *volumes_of(described)])
-    return text.getvalue()
+    return csv_text([("id", "subject", "split", "bytes"), *volumes_of(described)])
 
 
 def volumes_of(described):

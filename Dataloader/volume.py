@@ -106,6 +106,11 @@ def axes(name, shape):
     return len(kept)
 
 
+def dims_of(path):
+    """The number of axes of a volume's file, 2 or 3."""
+    return axes(path, open_nifti(path).shape)
+
+
 def _of_nibabel(image, name):
     name = str(image.get_filename() or name)
     dims = axes(name, image.shape)

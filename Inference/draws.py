@@ -3,14 +3,12 @@
 A draw is done if draws.jsonl has its record, the files of its volume are unchanged, and its own files have the sizes
 that were written. settings.json has the settings of all draws; dataset.json lists them for training.
 """
-import csv
 import hashlib
-import io
 import json
 
 from Dataloader.formats import digest
 from Runtime.errors import InputError
-from Runtime.files import read_lines, sha256, write_file
+from Runtime.files import csv_text, read_lines, sha256, write_file
 
 FOLDERS = {"image": "imagesTr", "label": "labelsTr", "mask": "masksTr", "field": "fieldsTr"}
 MEASURES = {"mean": "deformation_percent_mean", "p95": "deformation_percent_p95", "max": "deformation_percent_max",
@@ -132,13 +130,9 @@ def write_lists(out, items, draws, records):
                 entry["modality"] = item["modality"]
             entries.append({**entry, "draw": draw})
     write_file(out / "draws.jsonl", "".join(json.dumps(record) + "\n" for record in kept).encode())
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
     named = ("name", "id", "draw", "target")
-    writer.writerow([*named, *MEASURES.values()])
-    for record in kept:
-        writer.writerow([record[key] for key in (*named, *MEASURES)])
-    write_file(out / "draws.csv", table.getvalue().encode())
+    table = [(*named, *MEASURES.values()), *([record[key] for key in (*named, *MEASURES)] for record in kept)]
+    write_file(out / "draws.csv", csv_text(table))
     content = {"name": "deformed copies", "numTraining": len(entries), "training": entries}
     write_file(out / "dataset.json", (json.dumps(content, indent=1) + "\n").encode())
     return kept

@@ -24,7 +24,7 @@ from Dataloader.nifti import (
     read_raw_header,
 )
 from Dataloader.transforms import read_any_field
-from Dataloader.volume import axes, shape_of
+from Dataloader.volume import dims_of, shape_of
 from Diffusion.metrics import folding_percent
 from Inference.bids import require_own_names, write_bids
 from Inference.choices import is_list
@@ -91,10 +91,10 @@ def settings_of(args, model, cfg):
     return json.loads(json.dumps({"weights": weights, "initial": initial, **asked, "config": cfg}))
 
 
-def dims_of(pairs):
+def first_dims(pairs):
     """The number of axes of the first fixed volume that can be opened, else 3."""
     for pair in pairs:
-        found = attempt(pair["fixed"], lambda path: axes(path, open_nifti(path).shape), pair["fixed"])
+        found = attempt(pair["fixed"], dims_of, pair["fixed"])
         if not isinstance(found, str):
             return found
     return 3
@@ -133,7 +133,7 @@ def register_all(args):
     out, args.device = Path(args.out), pick_device(args.device)
     prepare_device(args.device, 0)
     pairs = asked_pairs(args)
-    args.dims = args.dims or dims_of(pairs)
+    args.dims = args.dims or first_dims(pairs)
     model, cfg = asked_model(args)
     settings = settings_of(args, model, cfg)
     if args.learn2reg:
@@ -155,7 +155,7 @@ def register_all(args):
             run_lock.require_free(each)
     with contextlib.ExitStack() as locks:
         for each in (home, *parts_of(home)):
-            locks.callback(run_lock.unlock, each, run_lock.lock_results(each))
+            locks.enter_context(run_lock.held_results(each))
         (home / "report.html").unlink(missing_ok=True)
         print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
         tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
@@ -262,16 +262,13 @@ def apply_saved(args):
                          "an --out of its own.")
     describe_field(args.apply, field, affine, [entry[1:4] for entry in moved])
     make_folder(out)
-    token = run_lock.lock_results(out)
-    try:
+    with run_lock.held_results(out):
         for target in [target for target, *_ in moved] + [out / "points.csv"] * bool(args.points):
             target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label
         for target, path, array, own_affine, mode in moved:
             write_warped(target, carry(array, own_affine, field, affine, mode), path, affine, header)
         if points_mm is not None:
             write_points(out / "points.csv", points_mm, field, affine)
-    finally:
-        run_lock.unlock(out, token)
     print(json.dumps({"images": len(args.moving), "labels": len(args.moving_label),
                       "points": 0 if points_mm is None else len(points_mm), "out": str(out)}))
     return DONE

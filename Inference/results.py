@@ -4,9 +4,7 @@ The row of a pair goes into results.json after the pair's files, with the size a
 row, or with files that differ from its row, counts as not done: a kill between two files leaves no row. The old files
 of a pair are removed before the first new one is written, so that a new image never lies beside an old field.
 """
-import csv
 import functools
-import io
 import json
 import os
 import re
@@ -23,7 +21,7 @@ from Inference.pair_figures import PAIR_PAGE, means
 from Inference.scores import COLUMNS
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError, attempt, first_line
-from Runtime.files import remove_leftovers, sha256, write_file
+from Runtime.files import csv_text, remove_leftovers, sha256, write_file
 from Runtime.workers import run_tasks
 
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
@@ -60,14 +58,11 @@ def write_results(out, rows, failed, settings, complete):
 
 def scores_csv(rows, columns):
     """The text of a CSV table: a row for each pair, and after it one for each of its labels."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["pair", "label", *columns])
+    table = [["pair", "label", *columns]]
     for row in rows:
-        writer.writerow([row["name"], "all", *[row.get(column) for column in columns]])
-        for label, values in row["labels"].items():
-            writer.writerow([row["name"], label, *[values.get(column) for column in columns]])
-    return text.getvalue()
+        for label, values in [("all", row), *row["labels"].items()]:
+            table.append([row["name"], label, *[values.get(column) for column in columns]])
+    return csv_text(table)
 
 
 def read_results(out):

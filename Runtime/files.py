@@ -4,9 +4,11 @@ A file is written beside its final place as `.<name>.tmp-<host>-<pid>`, flushed 
 sees the old content or the new content, never a part.
 """
 import contextlib
+import csv
 import ctypes
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -85,6 +87,13 @@ def write_flushed(path, content):
             file.write(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def csv_text(rows, delimiter=","):
+    """The text of a table. rows: of values, the first one of column names; None is an empty cell."""
+    text = io.StringIO()
+    csv.writer(text, delimiter=delimiter, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def partial_path(path):

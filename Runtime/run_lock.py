@@ -125,8 +125,9 @@ def hold(run, token):
     HELD[_key(run)] = token
 
 
-def lock_results(folder, instead="name another --out"):
-    """`lock` for the results of a program; asks again for two minutes while Slurm does not say who lives."""
+@contextlib.contextmanager
+def held_results(folder, instead="name another --out"):
+    """Hold the `lock` of a program's results; asks again for two minutes while Slurm does not say who lives."""
     def take():
         try:
             return lock(folder, STALE_S, instead=instead)
@@ -134,7 +135,11 @@ def lock_results(folder, instead="name another --out"):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise InputError(f"{folder}: {error.strerror}; make room, or {instead}.") from error
             raise
-    return patiently(take, 120, folder)
+    token = patiently(take, 120, folder)
+    try:
+        yield
+    finally:
+        unlock(folder, token)
 
 
 def require_free(folder):

@@ -13,6 +13,7 @@ from Dataloader.formats import digest, size_and_time
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import read_label, read_numbers, read_raw_header, read_volume, write_volume
 from Dataloader.transforms import write_matrix
+from Dataloader.volume import dims_of
 from Diffusion.metrics import average, dice
 from Inference.bids import require_own_names
 from Inference.labels import apply_label, vote
@@ -172,7 +173,7 @@ def carry_all(images, voting, starts, options, settings, out, args):
 
 def carry(out, starts, options, labels, pair, folder, earlier):
     """Register one atlas to one image, write its image and labels on that grid, and return the row."""
-    label, affine = read_label(pair["moving_label"], common.dims_of(pair["moving"]))
+    label, affine = read_label(pair["moving_label"], dims_of(pair["moving"]))
     if pair["name"] in starts:
         options = {**options, "affine": False, "start": np.array(starts[pair["name"]])}
     found = common.aligned(pair["fixed"], pair["moving"], **options)
@@ -195,7 +196,7 @@ def carry(out, starts, options, labels, pair, folder, earlier):
 
 def join_labels(out, join, voting, carried, entry, folder, earlier):
     """Join the labels of the atlases for one image, write label and doubt, and return the row."""
-    of_it, dims = voting[entry["name"]], common.dims_of(entry["image"])
+    of_it, dims = voting[entry["name"]], dims_of(entry["image"])
     require_apart(folder, [entry[key] for key in entry if key != "name"])
     found = {atlas["id"]: carried.get(f"{atlas['id']}_to_{entry['name']}") for atlas in of_it["atlases"]}
     reasons = {name: row if isinstance(row, str) else row["reason"] for name, row in found.items()
@@ -269,7 +270,7 @@ def write_results_page(out, rows, failed, args, count):
     formats = [None, None, None, None, ".3f", ".1f", *[".3f"] * scored]
     pictures = []
     for row in rows:
-        dims, folder = common.dims_of(row["image"]), Path(row["folder"])
+        dims, folder = dims_of(row["image"]), Path(row["folder"])
         image, affine = read_volume(row["image"], dims)
         label, doubt = read_label(folder / LABEL, dims)[0], read_numbers(folder / DOUBT, dims)[0]
         score = f", Dice {row['dice']:.3f}" if "dice" in row else ""

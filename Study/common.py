@@ -1,8 +1,6 @@
 """Shared by all programs on a study: its volumes, its folder of results, its table and the end of a run."""
 import contextlib
-import csv
 import glob
-import io
 import json
 import sys
 import warnings
@@ -16,15 +14,14 @@ from Dataloader.datalist import (
     select,
     volume_id,
 )
-from Dataloader.nifti import SUFFIXES, ends_in, open_nifti
-from Dataloader.volume import axes
+from Dataloader.nifti import SUFFIXES, ends_in
 from Inference.outputs import make_folder, scores_of
 from Inference.registration import register
 from Inference.results import file_digests, read_results, source_digests, write_results
 from Report.page import cards_html, findings_html, write_page
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
-from Runtime.files import as_stored, require_file, write_file
+from Runtime.files import as_stored, csv_text, require_file, write_file
 
 
 def volumes_of(sources, ids="", pattern=""):
@@ -59,11 +56,6 @@ def volumes_of(sources, ids="", pattern=""):
     return items
 
 
-def dims_of(path):
-    """The number of axes of a volume's file, 2 or 3."""
-    return axes(path, open_nifti(path).shape)
-
-
 def write_study_page(path, title, lead, cards, rows, failed, sections):
     """Headline results, then subjects left out, verdicts that are not ok and all warnings, then the sections, whose
     tables can be sorted. Returns: the page's path."""
@@ -87,14 +79,11 @@ def locked(path, program):
     """
     path = Path(path)
     make_folder(path)
-    token = run_lock.lock_results(path)
-    try:
+    with run_lock.held_results(path):
         earlier = read_results(path)
         if earlier["pairs"] and (earlier["settings"] or {}).get("program") != program:
             raise InputError(f"{path}: it has results of another program, which would be lost; name another --out.")
         yield path
-    finally:
-        run_lock.unlock(path, token)
 
 
 def aligned(fixed, moving, **options):
@@ -113,11 +102,8 @@ def aligned_row(found, entry, folder, out, paths, **more):
 
 def write_table(path, columns, rows):
     """Write a table of tab-separated values, as BIDS has them: n/a for a missing value, numbers with 6 digits."""
-    text = io.StringIO()
-    writer = csv.writer(text, delimiter="\t", lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows([[_cell(row.get(column)) for column in columns] for row in rows])
-    write_file(path, text.getvalue().encode(errors="replace"))
+    table = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    write_file(path, csv_text(table, "\t").encode(errors="replace"))
 
 
 def _cell(value):

@@ -17,7 +17,7 @@ from scipy import linalg, ndimage
 
 from Dataloader.grids import require_same_grid, to_canonical
 from Dataloader.nifti import read_field, read_label, read_numbers, read_volume, write_volume
-from Dataloader.volume import read_source
+from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import exponential, jacobian_determinant, then_affine
 from Inference.labels import apply_field, apply_label, without_affine
 from Inference.outputs import scores_of
@@ -26,7 +26,7 @@ from Inference.verdict import VERDICTS, judge
 from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
-from Study.common import aligned, dims_of, end, finished_row, locked, volumes_of, write_study_page, write_table
+from Study.common import aligned, end, finished_row, locked, volumes_of, write_study_page, write_table
 from Study.template import LABEL, in_voxels, log_matrix, logarithm
 from Study.thumbnails import gallery_html, thumbnail
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from Dataloader.nifti import read_label, read_numbers, read_volume
+from Dataloader.volume import dims_of
 from Inference.labels import apply_field
 from Inference.results import do_all, read_results
 from Inference.scores import COLUMNS, heading, in_range
@@ -18,7 +19,7 @@ from Inference.verdict import LEAST_LIST, LEAST_SPREAD, OUTLIER, VERDICTS, judge
 from Report.page import table_html
 from Runtime.errors import InputError
 from Runtime.files import write_file
-from Study.common import dims_of, end, finished_row, locked, write_study_page, write_table
+from Study.common import end, finished_row, locked, write_study_page, write_table
 from Study.thumbnails import gallery_html, thumbnail
 
 BAD_SIDE = {"similarity": -1, "dice": -1, "tre_mm": 1, "folding_body_percent": 1, "sdlogj": 1, "covered_percent": -1,
