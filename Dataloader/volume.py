@@ -24,7 +24,7 @@ from Runtime.errors import InputError
 KINDS = "give a path, a nibabel or SimpleITK image, an array, or (array, affine 4x4)"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Volume:
     """One image, its mask and further channels on the same grid.
 
@@ -42,6 +42,9 @@ class Volume:
     path: Path | None = None
     mask: np.ndarray | None = None
     channels: tuple["Volume", ...] = ()
+
+    def __repr__(self):
+        return f"<Volume: {self.name}, {self.array.shape}>"
 
     def __iter__(self):
         """Yield array and affine, so that `apply_field(*volume, ...)` works."""
@@ -71,29 +74,68 @@ def shape_of(source):
     return tuple(array.GetSize()) if hasattr(array, "GetSize") else getattr(array, "shape", None)
 
 
-def read_source(source, name):
+def read_source(source, name, affine=None):
     """A Volume of 2 or 3 axes from a file, image or array. Trailing axes of length 1 in a file or image do not count.
 
-    source: path; nibabel image; SimpleITK image; (array, affine 4x4); or an array or tensor alone, which gets cubic
-    voxels of 1 mm and a warning. name: the name of a source without a path in errors, such as "fixed".
+    source: path; nibabel image; SimpleITK image; (array, affine 4x4); a Volume, without its mask and channels; or an
+    array or tensor alone. name: the name of a source without a path in errors, such as "fixed". affine: of an array
+    alone; without it voxels are cubes of 1 mm, with a warning.
     Raises InputError if the source is not a volume, or is empty, constant, not finite or on a singular grid.
     """
+    if isinstance(source, Volume):
+        return dataclasses.replace(source, mask=None, channels=())
     if is_path(source):
         image = open_nifti(source)
         array, affine = read_volume(source, axes(source, image.shape))
-        return Volume(array, affine, str(source), image.header, stored_type(source), Path(source))
+        return Volume(array, affine, str(source), image.header, stored_type(source), Path(source).absolute())
+    name = str(getattr(source, "get_filename", lambda: None)() or name)
+    array, own, header = in_memory(source, name)
+    if own is None and affine is None:
+        warnings.warn(f"{name}: an array alone has no spacing, so voxels of 1 mm are assumed; give (array, affine) if "
+                      "that is wrong.", stacklevel=4)
+    affine = next((each for each in (own, affine) if each is not None), np.eye(4))
+    return Volume(checked_image(name, array), affine, name, header, array.dtype)
+
+
+def in_memory(source, name):
+    """Array (2 or 3 axes), affine 4x4 or None, and header of a volume that is not a file, see `read_source`."""
+    affine, header = None, nibabel.Nifti1Header()
     if isinstance(source, nibabel.spatialimages.SpatialImage):
-        return _of_nibabel(source, name)
+        own, dims = as_nifti(source), axes(name, source.shape)
+        affine, header = read_affine(name, own, dims), own.header
+        try:
+            array = np.asanyarray(source.dataobj)
+        except READ_ERRORS as error:
+            raise InputError(f"{name}: truncated or corrupt ({error}); copy or download it again.") from error
+        return array.reshape(source.shape[:dims]), affine, header
     if type(source).__module__.split(".")[0] == "SimpleITK":
-        return _of_sitk(source, name)
+        import SimpleITK
+
+        if source.GetNumberOfComponentsPerPixel() != 1:
+            raise InputError(f"{name}: each voxel has {source.GetNumberOfComponentsPerPixel()} numbers; give an image "
+                             "with one.")
+        array = SimpleITK.GetArrayFromImage(source).T
+        return array.reshape(array.shape[:axes(name, array.shape)]), formats.affine_of(source), header
     if isinstance(source, tuple | list):
         if len(source) != 2:
             raise InputError(f"{name}: {len(source)} values instead of an array and its affine; {KINDS}.")
-        return _of_array(source[0], _affine(source[1], name), name)
-    volume = _of_array(source, np.eye(4), name)
-    warnings.warn(f"{name}: an array alone has no spacing, so voxels of 1 mm are assumed; give (array, affine) if "
-                  "that is wrong.", stacklevel=4)
-    return volume
+        source, affine = source[0], checked_affine(source[1], name)
+    array = as_array(source, name)
+    if array.ndim not in (2, 3):
+        raise InputError(f"{name}: shape {array.shape} is neither 2D nor 3D; split it into one file per volume.")
+    return array, affine, header
+
+
+def as_array(source, name, kinds=KINDS):
+    """An array or tensor as a numpy array. kinds: what else may be given, for the error. Raises InputError."""
+    if isinstance(source, np.ma.MaskedArray):
+        raise InputError(f"{name}: the mask of a masked array would be lost; give its data, and the mask by itself.")
+    if hasattr(source, "detach"):  # a tensor, also one with a gradient; numpy has no bfloat16
+        source = source.detach().cpu()
+        source = source.float() if str(source.dtype) == "torch.bfloat16" else source
+    if not hasattr(source, "__array__"):
+        raise InputError(f"{name}: {type(source).__name__} is not a volume; {kinds}.")
+    return np.asarray(source)
 
 
 def axes(name, shape):
@@ -111,41 +153,8 @@ def dims_of(path):
     return axes(path, open_nifti(path).shape)
 
 
-def _of_nibabel(image, name):
-    name = str(image.get_filename() or name)
-    dims = axes(name, image.shape)
-    own = as_nifti(image)
-    affine = read_affine(name, own, dims)
-    try:
-        array = np.asanyarray(image.dataobj)
-    except READ_ERRORS as error:
-        raise InputError(f"{name}: truncated or corrupt ({error}); copy or download it again.") from error
-    return Volume(checked_image(name, array.reshape(image.shape[:dims])), affine, name, own.header, array.dtype)
-
-
-def _of_sitk(image, name):
-    import SimpleITK
-
-    if image.GetNumberOfComponentsPerPixel() != 1:
-        raise InputError(f"{name}: each voxel has {image.GetNumberOfComponentsPerPixel()} numbers; give an image "
-                         "with one.")
-    array = SimpleITK.GetArrayFromImage(image).T
-    dims = axes(name, array.shape)
-    array = array.reshape(array.shape[:dims])
-    return Volume(checked_image(name, array), formats.affine_of(image), name, dtype=array.dtype)
-
-
-def _of_array(array, affine, name):
-    array = array.detach().cpu() if hasattr(array, "detach") else array  # a tensor, also one with a gradient
-    if not hasattr(array, "__array__"):
-        raise InputError(f"{name}: {type(array).__name__} is not a volume; {KINDS}.")
-    array = np.asarray(array)
-    if array.ndim not in (2, 3):
-        raise InputError(f"{name}: shape {array.shape} is neither 2D nor 3D; split it into one file per volume.")
-    return Volume(checked_image(name, array), affine, name, dtype=array.dtype)
-
-
-def _affine(affine, name):
+def checked_affine(affine, name):
+    """An affine as 4x4 float64. name: of its volume. Raises InputError for one that is none, or singular."""
     try:
         affine = np.array(affine, np.float64)
     except (TypeError, ValueError):
@@ -159,7 +168,7 @@ def _affine(affine, name):
 def read_mask(source, volume):
     """A mask on the grid of its volume, 0 or 1, float32; None without a source.
 
-    source: path of a file, array, or None. volume: a Volume.
+    source: whatever `read_source` takes, or None. volume: a Volume.
     Raises InputError if the mask is on another grid, or nowhere above 0.
     """
     if source is None:
@@ -167,9 +176,10 @@ def read_mask(source, volume):
     if is_path(source):
         (mask, affine), word = read_numbers(source, volume.array.ndim), str(source)
     else:
-        mask, affine, word = np.asarray(source), volume.affine, f"the mask of {volume.name}"
-    require_same_grid(f"{word}: the mask", mask.shape, affine, f"its volume {volume.name}", volume.array.shape,
-                      volume.affine, "resample it to the volume")
+        word = f"the mask of {volume.name}"
+        mask, affine, _ = in_memory(source, word)
+    require_same_grid(f"{word}: the mask", mask.shape, volume.affine if affine is None else affine,
+                      f"its volume {volume.name}", volume.array.shape, volume.affine, "resample it to the volume")
     if not (mask > 0).any():
         raise InputError(f"{word}: the mask is nowhere above 0, so no voxel of {volume.name} would count; set it "
                          "above 0 where voxels should count.")
@@ -179,12 +189,11 @@ def read_mask(source, volume):
 def read_further(sources, volume):
     """The further channels of a volume, a tuple of Volumes on its grid.
 
-    sources: paths or arrays, in order. Raises InputError for another grid.
+    sources: whatever `read_source` takes, in order. Raises InputError for another grid.
     """
     read = []
     for number, source in enumerate(sources, 2):
-        word = f"channel {number} of {volume.name}"
-        channel = read_source(source if is_path(source) else (source, volume.affine), word)
+        channel = read_source(source, f"channel {number} of {volume.name}", volume.affine)
         require_same_grid(f"{channel.name}: the channel", channel.array.shape, channel.affine,
                           f"its volume {volume.name}", volume.array.shape, volume.affine, "resample it to the volume")
         read.append(channel)

@@ -145,7 +145,9 @@ def _checked(name, array, mask, affine):
     lengths = np.linalg.norm(affine[:3, :3], axis=0) if affine.shape == (4, 4) else np.zeros(3)
     if not np.isfinite(affine).all() or lengths.min() == 0 or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-6:
         raise InputError(f"the affine of the {name} volume is singular; repair the header.")
-    array, canonical_affine = to_canonical(rescale(array, float(array.min()), float(array.max())), affine)
+    counted = array if mask is None or np.shape(mask) != array.shape else array[np.asarray(mask) > 0]
+    limits = (float(counted.min()), float(counted.max())) if counted.size else (0.0, 0.0)
+    array, canonical_affine = to_canonical(rescale(array, *limits), affine)
     if mask is None:
         return array, None, canonical_affine
     mask = to_canonical(np.asarray(mask, np.float32), affine)[0]

@@ -3,6 +3,7 @@
 Fields are drawn on the training grid (isotropic, canonical, see Dataloader/prepare.py) and brought to the grid of the
 volume, which is then interpolated once. Every draw depends only on (seed, subject, draw).
 """
+import numbers
 import re
 
 import numpy as np
@@ -10,11 +11,14 @@ import torch
 
 from Dataloader.grids import foreground_box, grid_transform, rescale, to_canonical, to_grid
 from Dataloader.prepare import intensity_limits
+from Dataloader.volume import as_array, checked_affine, is_path
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import jacobian_determinant, then_affine, warp
+from Inference.choices import LABELS
 from Inference.labels import EXACT, label_at
-from Inference.load_model import default_config
+from Inference.load_model import changed_config, load_model
 from Inference.registration import total_field
+from Runtime.device import own_settings
 from Runtime.errors import InputError
 from Runtime.keyed_random import generator, hashed, uniform
 
@@ -22,6 +26,7 @@ MODES = ("bilinear", "smooth", "nearest")
 STRIDE = 4  # times per step of the recovery: what one prediction undoes, see DeformDDPM.recover
 
 
+@own_settings()
 def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw=0, target=None, target_affine=None,
             condition=None, slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu", labels="smooth",
             channels=(), target_channels=()) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
@@ -29,7 +34,7 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
 
     image: (D, H, W) or (H, W), any real numbers. label: the same shape, or None.
     affine: 4x4, voxel to world in millimetres; default the identity.
-    model: (network, config) from `load_model`; None: the random deformation alone.
+    model: path for `load_model`, or what it returned (network, config); None: the random deformation alone.
     start: time of the random deformation, 1 .. diffusion.timesteps - 1; larger is stronger. (low, high) draws it from
     that range; a text follows the rules of copies.start in the config, which is also the default.
     seed, subject, draw: the key of the draw. OM_augment.py uses the volume's id as subject.
@@ -37,8 +42,9 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     condition: what the network sees of the target: "slice" for `slices` planes (0: a random number, as in training),
     "volume" for all of it, None for planes if `slices` is given, otherwise for what it was trained with.
     stride: times per step of the scaled recovery, see `DeformDDPM.recover`. mask: (*spatial), on which data.crop_above
-    centres the training grid. cfg: config for diffusion.*, copies.* and data.* if there is no model; default
-    Config/config_om.yaml. device: where the network is. labels: interpolation of the label, smooth or nearest.
+    centres the training grid. cfg: config for diffusion.*, copies.* and data.* if there is no model: a flat dict of
+    keys that differ from Config/config_om.yaml. device: where the network of a path goes. labels: interpolation of the
+    label, smooth or nearest.
     channels, target_channels: further channels of image and target, for a network that was trained with several; they
     are not deformed here, see `deform`.
     Returns: the image in its own dtype, whole numbers rounded; the label or None; the field (N, *spatial) float32 in
@@ -46,15 +52,25 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     Raises InputError for unusable input.
     """
     image = require_volume(image, "image")
-    if label is not None and np.shape(label) != image.shape:
-        raise InputError(f"label: shape {np.shape(label)} is not that of the image, {image.shape}; give its own label.")
-    net, cfg = model or (None, cfg or default_config(image.ndim))
+    label = None if label is None else as_array(label, "label", "give an array")
+    if label is not None and label.shape != image.shape:
+        raise InputError(f"label: shape {label.shape} is not that of the image, {image.shape}; give its own label.")
+    if labels not in LABELS:
+        raise InputError(f"labels must be {' or '.join(LABELS)}, not {labels!r}.")
+    if not isinstance(seed, numbers.Integral) or not isinstance(draw, numbers.Integral):
+        raise InputError(f"seed and draw must be whole numbers, not {seed!r} and {draw!r}.")
+    affine = np.eye(4) if affine is None else checked_affine(affine, "image")
+    if is_path(model):
+        model = load_model(model, device)
+    net, cfg = model or (None, changed_config(image.ndim, cfg))
+    device = next(net.parameters()).device if isinstance(net, torch.nn.Module) else device
     rng_key = (seed, subject_number(subject), draw)
     shown = None
     if target is not None:
         if net is None:
             raise InputError("target: only a network can deform an image towards a target; give a model.")
         target = require_volume(target, "target", image.ndim)
+        target_affine = None if target_affine is None else checked_affine(target_affine, "target")
         placed_target, _ = place(target, target_affine, cfg, channels=target_channels)
         shown = show(placed_target, condition, slices, rng_key, cfg).to(device)
     field = draw_field(image, affine, cfg, rng_key, start, net, shown, stride, mask, device, channels)
@@ -62,6 +78,7 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     return deform(image, field), deformed_label, field
 
 
+@own_settings()
 def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None, stride=STRIDE, mask=None,
                device="cpu", channels=()):
     """A random deformation of one volume, on its own grid: (N, *spatial) float32 in voxels.
@@ -92,6 +109,7 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
     return field if turn is None else then_affine(torch.from_numpy(field)[None], turn)[0].numpy()
 
 
+@own_settings()
 def deform(array, field, mode="bilinear"):
     """The array warped by a field: out(x) = array(x + field(x)), with the border value beyond the border.
 
@@ -151,11 +169,14 @@ def draw_start(start, rng_key, cfg):
         low, number = int(low or last), int(number or 0)
         rising = min(low + number * ((draw + 1) // 2), max(low, last))
         start = (low, number) if sign == "-" else rising
-    low, high = (start, start) if np.ndim(start) == 0 else start
+    try:
+        low, high = map(int, (start, start) if np.ndim(start) == 0 else start)
+    except (TypeError, ValueError):
+        low = high = 0
     if not 1 <= low <= high <= last:
         raise InputError(f"start {said}: the time of a random deformation is from 1 to {last} (diffusion.timesteps "
                          "- 1); give one such time, or a rising range.")
-    return int(low) + int(float(uniform([rng_key], "start")) * (int(high) - int(low) + 1))
+    return low + int(float(uniform([rng_key], "start")) * (high - low + 1))
 
 
 def draw_turn(shape, affine, rng_key, cfg):
@@ -192,7 +213,7 @@ def turned(array, turn):
 
 def require_volume(array, name, dims=None):
     """The array, which must have two or three axes and finite real numbers. Raises InputError naming the problem."""
-    array = np.asarray(array)
+    array = as_array(array, name, "give an array (D, H, W) or (H, W)")
     if array.ndim not in (2, 3) or dims not in (None, array.ndim):
         raise InputError(f"{name}: shape {array.shape} is not {dims or '2D or 3'}D; give one {dims or 3}D volume.")
     if array.dtype.kind not in "buif":

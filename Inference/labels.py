@@ -5,6 +5,9 @@ from scipy import ndimage
 
 from Dataloader.grids import of_slab, slabs
 from Diffusion.fields import then_affine, warp
+from Inference.choices import LABELS
+from Runtime.device import own_settings
+from Runtime.errors import InputError
 
 SIGMA = 0.8  # voxels, smoothing of labels; chosen on hippocampus pairs that no training and no test has seen
 VOTE_SIGMA = 0.5  # voxels, smoothing of votes; decides ties
@@ -13,20 +16,23 @@ EXACT = 2 ** 24  # whole numbers above this do not survive float32; the labels o
 REACH = 5  # voxels around a label: as far as its smoothed share can be above zero, plus one
 
 
+@own_settings()
 def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_affine: np.ndarray,
                 order: int = 1) -> np.ndarray:
     """A moving image or label map warped by a field onto the fixed grid, with one interpolation.
 
     image: (D, H, W) or (H, W) on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed grid.
     fixed_affine: 4x4. order: 1 for images (float32 out), 0 for labels (dtype kept).
-    Returns: (*fixed); outside the image its lowest intensity, or 0 for labels.
+    Returns: (*fixed); outside the image its lowest finite intensity, or 0 for labels.
     """
     if not order and image.size and np.abs(image).max() > EXACT:
         values = np.union1d(image, [0]).astype(image.dtype)
         zero = np.searchsorted(values, 0)
         return values[apply_field(np.searchsorted(values, image) - zero, affine, field, fixed_affine, 0) + zero]
     change = np.linalg.inv(affine) @ fixed_affine
-    lowest = np.float32(image.min()) if order else 0  # `warp` gives 0 outside
+    lowest = np.float32(image.min()) if order else np.float32(0)  # `warp` gives 0 outside
+    if not np.isfinite(lowest):  # a map may be undefined in places, and is undefined near them afterwards
+        lowest = np.float32(np.min(image, where=np.isfinite(image), initial=np.finfo(np.float32).max))
     above = torch.from_numpy(np.asarray(image, np.float32) - lowest)[None, None]
     warped = np.empty(field.shape[1:], np.float32 if order else image.dtype)
     for slab in slabs(warped.shape):
@@ -41,14 +47,17 @@ def _to_moving(field, change, slab):
     return then_affine(part, of_slab(change, slab))
 
 
+@own_settings()
 def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_affine: np.ndarray,
                 labels: str = "smooth") -> np.ndarray:
     """A moving label map warped by a field onto the fixed grid.
 
     label: (D, H, W) or (H, W) integers on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed
     grid. fixed_affine: 4x4. labels: "smooth" (see `label_at`) or "nearest", the label of the nearest voxel.
-    Returns: (*fixed) of the label's dtype; 0 outside the moving volume.
+    Returns: (*fixed) of the label's dtype; 0 outside the moving volume. Raises InputError for other words.
     """
+    if labels not in LABELS:
+        raise InputError(f"labels must be {' or '.join(LABELS)}, not {labels!r}.")
     if labels == "nearest":
         return apply_field(label, affine, field, fixed_affine, order=0)
     change, warped = np.linalg.inv(affine) @ fixed_affine, np.empty(field.shape[1:], label.dtype)

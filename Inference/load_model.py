@@ -11,7 +11,7 @@ import torch
 from Diffusion.networks import build_network
 from Runtime import checkpoint
 from Runtime.config import MODEL_KEYS, check_config, load_config, overridden
-from Runtime.device import precision
+from Runtime.device import pick_device, precision
 from Runtime.errors import InputError
 from Runtime.weights_file import read_weights
 
@@ -32,6 +32,16 @@ EXPORTED, HUB = "model.safetensors", "hf:"
 def default_config(dims):
     """The config without a model, for volumes of `dims` axes, 2 or 3: a flat dict."""
     return load_config(DEFAULTS, [f"model.dims={dims}"])
+
+
+def changed_config(dims, changes):
+    """`default_config` with some keys changed, or None for none of them. Raises InputError for what is no such dict."""
+    if changes is None:
+        return default_config(dims)
+    if not isinstance(changes, dict):
+        raise InputError(f"config: give a flat dict of keys, such as {{'refine.levels': 2}} or what load_config "
+                         f"returns, not {changes!r}.")
+    return check_config({**default_config(dims), **changes}, "config")
 
 
 def find_checkpoint(path):
@@ -128,11 +138,13 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
     """A network in evaluation mode with the weights of `path`, and the config it was trained with.
 
     path: checkpoint (.pth), .safetensors file, run folder, hf:OWNER/NAME or "universal", see `find_checkpoint`.
-    device: where the network goes and is used. overrides: list of "key=value" that change the config.
+    device: where the network goes and is used: auto, cpu, cuda, xpu, or a torch.device. overrides: list of "key=value"
+    that change the config.
     The averaged weights are used if the training kept them (optim.average). The precision suits this device and may
     differ from training, unless overrides name run.amp.
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
     """
+    device = device if isinstance(device, torch.device) else pick_device(device)
     path = find_checkpoint(path)
     state = load_state(path, device)
     if not isinstance(state.get("config"), dict):
@@ -141,8 +153,7 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
     left = {"run.amp", *(OTHER_REFINEMENT if "refine.lr" in state["config"] else ())}
     kept = {key: value for key, value in state["config"].items() if key in known and key not in left}
     cfg = check_config({**known, **kept, **overridden(overrides)}, path)
-    cfg["run.amp"] = precision(cfg["run.amp"], torch.device(device))
-    torch.backends.cudnn.allow_tf32 = False  # too coarse, as in `prepare_device`
+    cfg["run.amp"] = precision(cfg["run.amp"], device)
     net = build_network(cfg, device)
     checkpoint.load_weights(net, {"model": state.get("ema") or state["model"]}, path)
     return net.eval(), cfg

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from Dataloader.volume import as_array
 from Inference.augmentation import MODES, STRIDE, deform, draw_field, draw_start
 from Inference.labels import carry
-from Inference.load_model import default_config
+from Inference.load_model import changed_config, default_config
 from Inference.registration import register
 from Runtime.errors import InputError
 
@@ -41,7 +42,7 @@ class RandDeformationd(Base):
         self.keys = (keys,) if isinstance(keys, str) else tuple(keys)
         self.modes = check_modes(mode, self.keys)
         self.prob, self.start, self.stride, self.field_key = prob, start, stride, field_key
-        self.net, self.cfg = model or (None, cfg)
+        self.net, self.cfg = model or (None, cfg and changed_config(cfg.get("model.dims", 3), cfg))
         self.allow_missing_keys, self.worker_seed = allow_missing_keys, None
         self.set_random_state(seed)
 
@@ -181,7 +182,7 @@ def check_modes(mode, keys):
 
 def plain(value):
     """An array or a tensor of any kind as a numpy array."""
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    return as_array(value, "a volume", "give an array or a tensor")
 
 
 def affine_of(data, key):

@@ -15,7 +15,15 @@ from Diffusion.fields import jacobian_determinant
 from Inference.labels import apply_label
 from Inference.pair_figures import pair_figure, read_pair, write_pair_page, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of
-from Inference.results import file_digests, output_files, remove_outputs, require_apart, source_digests, write_results
+from Inference.results import (
+    file_digests,
+    output_files,
+    read_results,
+    remove_outputs,
+    require_apart,
+    source_digests,
+    write_results,
+)
 from Inference.scores import COLUMNS, label_scores, moved_points, point_scores, said_of_labels
 from Inference.verdict import judge, judge_list
 from Report.page import figure_png
@@ -84,8 +92,14 @@ def save(result, folder):
     for side in ("fixed", "moving"):
         volumes.update(zip(CHANNELS[side], volumes[side].channels))
     require_apart(folder, [volume.path for volume in volumes.values() if volume.path])
-    make_folder(folder)
     files = {key: volume.path or folder / f"{key}.nii.gz" for key, volume in volumes.items()}
+    own = [row.get(key) for row in read_results(folder)["pairs"].values() for key in files]  # of an earlier save
+    taken = next((path for key, path in files.items()
+                  if not volumes[key].path and path.exists() and os.path.abspath(path) not in own), None)
+    if taken:
+        raise InputError(f"{taken}: it exists, and the volume that was given in memory would replace it; name another "
+                         "folder.")
+    make_folder(folder)
     for key, volume in volumes.items():
         if not volume.path:
             whole = volume.dtype is not None and volume.dtype.kind in "iu"

@@ -101,6 +101,8 @@ def inferred_weight(pair, field, cfg):
     size = small["fixed"].shape[2:]
     seen, measured = cubes(size, small["fixed"].device)
     inside = 1.0 if small["fixed_mask"] is None else small["fixed_mask"]
+    if not all((inside * part).any() for part in (seen, measured)):
+        return GROSS  # too small a volume or mask to hold anything out
     halves = {**small, "fixed_mask": inside * seen}
     start = None if field is None else resize_field(field, size)
     levels = [(each, TRIAL_STEPS) for each, _ in level_steps(size, 1, cfg)]

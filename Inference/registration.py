@@ -15,6 +15,7 @@ with voxels as large as those of the fixed volume. Without a network the second 
 """
 import dataclasses
 import math
+import numbers
 import time
 import warnings
 
@@ -43,12 +44,12 @@ from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Inference.affine import ONE_SIGN, WINDOW, align_affine
 from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS, STEPS_CONTINUED
 from Inference.labels import apply_field
-from Inference.load_model import default_config, load_model
+from Inference.load_model import changed_config, load_model
 from Inference.refine import refine as optimise
 from Inference.refine import weight_for
 from Inference.scores import pair_scores
 from Runtime import memory
-from Runtime.device import pick_device, synchronize, threads_for
+from Runtime.device import own_settings, pick_device, synchronize
 from Runtime.errors import InputError
 
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
@@ -62,7 +63,7 @@ NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its s
 FAR_APART = 50.0  # percent of the fixed field of view; if the moving one covers less, a warning says so
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False, repr=False)
 class Result:
     """What `register` returns. The comments name the options without which a field is None or empty."""
 
@@ -106,6 +107,10 @@ class Result:
     inverse_consistency_mm: float | None = None  # mean round-trip error of the points of the fixed body
     segmented_fixed: np.ndarray | None = None  # (*fixed) uint16, segmentation by a network with model.structures
     segmented_moving: np.ndarray | None = None  # (*moving), with the label values of its training maps
+
+    def __repr__(self):
+        return (f"<Result: {self.moving.name} on {self.fixed.name}, {self.fixed.array.shape}, verdict {self.verdict}, "
+                f"similarity {self.similarity_before:.3f} -> {self.similarity:.3f}>")
 
     @property
     def known(self) -> "Known":
@@ -163,7 +168,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     fixed, moving: path of a file, nibabel or SimpleITK image, (array, affine 4x4), or an array (D, H, W) or (H, W)
     alone, with any intensities.
     model: None, path for `load_model` ("universal" is the bundled network), or what it returned (net, config).
-    config: flat dict of config keys, if there is no model; default Config/config_om.yaml.
+    config: flat dict of config keys that differ from Config/config_om.yaml, if there is no model.
     affine: the alignment before the deformation: True or "affine", "rigid", or False for none.
     refine: steps of optimisation for this pair, True for the recommended number, False for none. progress: show a bar.
     start: "header" (as the headers place the volumes), "centre" (the centres of the fields of view coincide), "auto"
@@ -174,27 +179,31 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     similarity: one of SIMILARITIES, see `image_similarity`. With "auto", an affine alignment by correlation decides
     whether the pair shows two modalities, which are then compared by "mind". None: the config's
     registration.similarity.
-    fixed_mask, moving_mask: file or array; alignment, refinement and similarity use only voxels above 0.
-    fixed_channels, moving_channels: further channels, lists of files or arrays in the same order; refinement and
+    fixed_mask, moving_mask: as the volumes; alignment, refinement and similarity use only voxels above 0.
+    fixed_channels, moving_channels: lists of further channels, as the volumes, in the same order; refinement and
     similarity compare them too. Masks and channels are on the grids of their volumes. A network sees as many channels
     as it was trained with (data.channels), usually only the first.
     Raises InputError for input that cannot be read, is not a volume, or does not fit together.
     """
     known, start = (start, start.matrix) if isinstance(start, Known) else (None, start)
     affine = "affine" if affine is True else affine
-    refine = (STEPS if known is None else STEPS_CONTINUED) if refine is True else int(refine)
     if affine and affine not in AFFINES:
-        raise InputError(f"affine must be {' or '.join(AFFINES)}, not {affine!r}.")
+        raise InputError(f"affine must be True, {', '.join(AFFINES)} or False, not {affine!r}.")
+    if not isinstance(refine, numbers.Integral) or refine < 0:
+        raise InputError(f"refine must be True, False or a number of steps, not {refine!r}.")
+    refine = (STEPS if known is None else STEPS_CONTINUED) if refine is True else int(refine)
     if known is not None and model is not None:
         raise InputError("start: an earlier registration and a model were given, and both tell where to start; leave "
                          "out one of them.")
     device = device if isinstance(device, torch.device) else pick_device(device)
+    fixed_channels, moving_channels = ([each] if is_path(each) else [] if each is None else list(each)
+                                       for each in (fixed_channels, moving_channels))
     require_memory(fixed, moving, 1 + len(fixed_channels) + (fixed_mask is not None), inverse)
     fixed = read_side(fixed, "fixed", fixed_mask, fixed_channels)
     moving = read_side(moving, "moving", moving_mask, moving_channels)
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
     began = time.perf_counter()
-    with threads_for(fixed.array.size):
+    with own_settings(fixed.array.size):
         seen_fixed, seen_moving = within_memory(fixed), within_memory(moving)
         placed = align(seen_fixed, seen_moving, affine, start, cfg, device, as_trained=net is not None)
         cfg = cfg | {"registration.similarity": placed.compared_by}
@@ -298,7 +307,7 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
     elif model is not None:
         net, cfg = model[0].to(device), model[1]
     else:
-        net, cfg = None, default_config(dims) if config is None else config
+        net, cfg = None, changed_config(dims, config)
     if net is not None and cfg["model.condition_type"] == "none":
         raise InputError(f"the network {cfg['model.name']} of this model only recovers deformed volumes and cannot "
                          "register, since it never sees a second one (model.condition_type none): register with "
@@ -335,8 +344,9 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
     compared_by = "correlation" if similarity == "auto" else similarity
     if not as_trained:
         fixed, moving = without_padding(fixed), without_padding(moving)
-    fixed01, *fixed_rest = (rescale(array, *intensity_limits(array, cfg)) for array in arrays(fixed))
-    moving01, *moving_rest = (rescale(array, *intensity_limits(array, cfg)) for array in arrays(moving))
+    (fixed01, *fixed_rest), (moving01, *moving_rest) = (
+        [rescale(array, *intensity_limits(array if volume.mask is None or as_trained else array[volume.mask > 0], cfg))
+         for array in arrays(volume)] for volume in (fixed, moving))
     brightest = np.max([fixed01, *fixed_rest[:cfg["data.channels"] - 1]], axis=0)
     work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained, brightest)
     if isinstance(start, str) and start == "auto":
@@ -363,6 +373,10 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
         if volume.mask is not None:  # keep only voxels to which nothing outside the mask contributes
             mask = _on_working_grid(volume.mask, volume.affine, to_world, work_fixed.shape)
             pair[f"{side}_mask"] = (mask > 0.99).astype(np.float32)[None]
+            if not pair[f"{side}_mask"].any():
+                raise InputError(f"{volume.name}: no voxel of the grid on which the volumes are compared lies wholly "
+                                 "in its mask: make a thin mask a voxel thicker on each side, or check that both "
+                                 "volumes show the same place.")
     overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
     return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, seconds, alignment,
                   compared_by)
@@ -465,7 +479,11 @@ def start_matrix(start, shape, affine, moving_shape, moving_affine):
     shape, affine, moving_shape, moving_affine: of the two files. Raises InputError for another start.
     """
     if not isinstance(start, str):
-        matrix = np.array(start, np.float64)
+        try:
+            matrix = np.array(start, np.float64)
+        except (TypeError, ValueError):
+            raise InputError(f"start must be {', '.join(STARTS)}, an invertible 4x4 matrix or Result.known, not a "
+                             f"{type(start).__name__}.") from None
         if matrix.shape != (4, 4) or not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
             raise InputError(f"start must be {', '.join(STARTS)} or an invertible 4x4 matrix, not {matrix.tolist()}.")
         return matrix

@@ -2,8 +2,10 @@
 import contextlib
 import importlib
 import importlib.metadata
+import os
 import socket
 import sys
+import threading
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from Runtime.errors import InputError, first_line
 # torch.mps lacks float64 and does not report the device's properties or memory.
 UNFIT = ("mps",)
 VOXELS_A_THREAD = 2 ** 16  # with two threads 62,000 voxels gain nothing, and 250,000 take 0.6 of the time
+PROCESS = os.getpid()  # that imported this module
+SHARED = {"lock": threading.Lock(), "users": 0, "before": None}  # of `own_settings`
 
 
 def pick_device(name, local_rank=0):
@@ -139,19 +143,57 @@ def prepare_device(device, threads):
         torch.accelerator.set_device_index(device.index)
 
 
-@contextlib.contextmanager
-def threads_for(voxels):
-    """Within this, torch uses no more CPU threads than a volume of so many voxels can keep busy.
+def product_settings():
+    """The settings of torch that make products of float32 coarser: (object, attribute, value for full precision)."""
+    backends = torch.backends
+    if hasattr(backends, "fp32_precision"):  # torch 2.9 and later
+        return [(each, "fp32_precision", "ieee") for each in (
+            backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)]
+    return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
 
-    Two threads are no faster than one on a hippocampus crop of 62,000 voxels, and take twice the processor time: on a
-    busy machine they wait for each other. With one thread the result is also the same on any number of cores.
+
+@contextlib.contextmanager
+def own_settings(voxels=None):
+    """Within this, torch computes as registration needs it, whatever the calling program has set.
+
+    Products of float32 keep their precision (torch.set_float32_matmul_precision("medium") moves coordinates by a fifth
+    of a voxel), new tensors are float32, and there is no autocast. CPU threads are no more than a volume of so many
+    voxels can keep busy: two are no faster than one on a hippocampus crop of 62,000 voxels, and take twice the
+    processor time. With one thread the result is also the same on any number of cores. A process forked from one that
+    used several threads must take one: the others do not exist there, and torch would wait for them for ever.
+
+    These are settings of the process. Calls in several threads share them: the first one saves what the program had,
+    and the last one restores it.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(before, voxels // VOXELS_A_THREAD)))
+    settings = product_settings()
+    with SHARED["lock"]:
+        if not SHARED["users"]:
+            SHARED["before"] = (torch.get_num_threads(), torch.get_default_dtype(),
+                                [getattr(each, name) for each, name, _ in settings])
+            torch.set_default_dtype(torch.float32)
+            for each, name, value in settings:
+                setattr(each, name, value)
+        SHARED["users"] += 1
+        threads, dtype, values = SHARED["before"]
+        if os.getpid() != PROCESS:
+            torch.set_num_threads(1)
+        elif voxels is not None:
+            torch.set_num_threads(max(1, min(threads, voxels // VOXELS_A_THREAD)))
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda", "xpu"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
     finally:
-        torch.set_num_threads(before)
+        with SHARED["lock"]:
+            SHARED["users"] -= 1
+            if not SHARED["users"]:
+                torch.set_default_dtype(dtype)
+                for (each, name, _), value in zip(settings, values):
+                    setattr(each, name, value)
+            if voxels is not None or not SHARED["users"]:
+                torch.set_num_threads(threads)
 
 
 def send(tensor, device):

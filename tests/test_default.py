@@ -1,8 +1,11 @@
 """One default: the command without options and `omnimorph.register` of whatever holds the two volumes are one call."""
+import concurrent.futures
 import hashlib
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -121,3 +124,142 @@ def test_what_needs_no_torch_is_told_at_once(words, code, said):
     assert done.returncode == code and said in done.stdout + done.stderr and "Traceback" not in done.stderr
     imported = set(re.findall(r"^import time: .*\| +(\w+)$", done.stderr, re.M))
     assert "Runtime" in imported and not imported & {"torch", "scipy", "matplotlib"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Within a program of one's own
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def small():
+    """Two arrays, a label of the first, and how the program calls `register`."""
+    fixed, moving = (make_subject(seed, SHAPES["F"]) for seed in (0, 1))
+    label = (fixed["image"] > fixed["image"].mean()).astype(np.uint8)
+
+    def call(**more):
+        return omnimorph.register((fixed["image"], np.eye(4)), (moving["image"], np.eye(4)),
+                                  **{"affine": "rigid", "refine": 2, **more})
+    return fixed["image"], label, call
+
+
+def test_settings_of_the_program_change_nothing_and_stay(small):
+    """Coarse products moved coordinates by a fifth of a voxel, and under autocast similarities were wrong by 0.1."""
+    image, label, call = small
+    shift = np.eye(4)
+    shift[:3, 3] = 3, -2, 5
+    large = np.random.default_rng(0).integers(0, 9, (300, 24, 24))
+    field = np.zeros((3, *large.shape), np.float32)
+    wanted = call(), omnimorph.augment(image, label, start=20), omnimorph.apply_field(large, np.eye(4), field, shift, 0)
+    before = torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("medium")
+        torch.set_default_dtype(torch.float64)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = (call(), omnimorph.augment(image, label, start=20),
+                     omnimorph.apply_field(large, np.eye(4), field, shift, 0))
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.get_float32_matmul_precision() == "medium" and torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.set_default_dtype(before[1])
+    omnimorph.load_model("universal")
+    assert torch.backends.cudnn.allow_tf32 == before[2]
+    assert digest(found[0].field) == digest(wanted[0].field) and found[0].similarity == wanted[0].similarity
+    assert all(digest(one) == digest(other) for one, other in zip(found[1], wanted[1]))
+    assert np.array_equal(found[2], wanted[2]) and np.array_equal(wanted[2][:297, 2:, :19], large[3:, :22, 5:])
+
+
+def test_calls_from_several_threads_leave_the_number_of_threads(small):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            fields = {digest(found.field) for found in pool.map(lambda _: small[2](affine=False), range(6))}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 2, "in a thread that starts afterwards"
+        assert len(fields) == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not fork")
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(tmp_path):
+    """torch's pool of threads does not exist there. 52^3 voxels take two threads."""
+    program = """
+import os, signal, numpy, torch, omnimorph
+torch.set_num_threads(2)
+pair = [(numpy.random.default_rng(seed).random((52, 52, 52)), numpy.eye(4)) for seed in range(2)]
+omnimorph.register(*pair, affine=False, refine=1)
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    omnimorph.register(*pair, affine=False, refine=1)
+    os._exit(0)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200,
+                          env={**os.environ, "OMP_NUM_THREADS": "2"})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("more, words", [
+    ({"config": {"refine.wieght": 3.0}}, "config: unknown key refine.wieght; did you mean refine.weight"),
+    ({"config": {"refine.weight": "abc"}}, "config: refine.weight must be a number, not 'abc'"),
+    ({"config": "config_om.yaml"}, "config: give a flat dict of keys"),
+    ({"refine": -5}, "refine must be True, False or a number of steps, not -5"), ({"refine": None}, "refine must be"),
+    ({"affine": "none"}, "affine must be True, rigid, affine or False, not 'none'"),
+    ({"start": Path("a.mat")}, "or Result.known, not a PosixPath|or Result.known, not a WindowsPath"),
+    ({"fixed_mask": np.ones((3, 4, 5))}, "the mask of fixed: the mask is on another grid"),
+    ({"fixed_mask": np.eye(14, 16)[..., None] * (np.arange(12) == 40)}, "nowhere above 0"),
+    ({"fixed_channels": "F_T2.nii.gz"}, "F_T2.nii.gz: no such file"),
+    ({"fixed_channels": [np.ma.masked_less(GOOD, 0.5)]}, "channel 2 of fixed: the mask of a masked array")])
+def test_an_option_that_cannot_be_is_one_sentence(small, more, words):
+    with pytest.raises(omnimorph.InputError, match=words):
+        small[2](**more)
+
+
+@pytest.mark.parametrize("more, words", [
+    ({"affine": np.eye(3)}, "image: the affine .* is not an invertible 4x4"), ({"labels": "linear"}, "labels must be"),
+    ({"label": nibabel.Nifti1Image(GOOD, np.eye(4))}, "label: Nifti1Image is not a volume; give an array"),
+    ({"start": (1, 2, 3)}, "start .1, 2, 3.: the time"), ({"seed": None}, "seed and draw must be whole numbers"),
+    ({"cfg": {"diffusion.v_scal": 1}}, "config: unknown key diffusion.v_scal")])
+def test_a_copy_that_cannot_be_is_one_sentence(small, more, words):
+    with pytest.raises(omnimorph.InputError, match=words):
+        omnimorph.augment(small[0], **more)
+
+
+def test_a_mask_may_be_whatever_a_volume_may_be(small):
+    image, label, call = small
+    sources = [label, nibabel.Nifti1Image(label, np.eye(4)), (label, np.eye(4)), torch.from_numpy(label)]
+    assert len({digest(call(fixed_mask=source).field) for source in sources}) == 1
+    assert digest(call(config={"refine.weight": 4.0}).field) != digest(call().field), "a part of a config is enough"
+    brief = omnimorph.register((torch.from_numpy(image).bfloat16(), np.eye(4)), read_source((image, np.eye(4)), "x"),
+                               affine=False, refine=1)
+    assert len(repr(brief)) < 200 and brief != call() and len({brief.fixed, brief.moving}) == 2
+
+
+def test_an_undefined_voxel_stays_where_it_is():
+    image = GOOD.copy()
+    image[0, 0, 0] = np.nan
+    warped = omnimorph.apply_field(image, np.eye(4), np.zeros((3, *image.shape), np.float32), np.eye(4))
+    assert np.isnan(warped).sum() <= 8 and np.allclose(warped[2:], GOOD[2:], atol=1e-5)
+    with pytest.raises(omnimorph.InputError, match="labels must be smooth or nearest, not 'Nearest'"):
+        omnimorph.apply_label(np.ones((8, 9, 10), int), np.eye(4), np.zeros((3, 8, 9, 10)), np.eye(4), "Nearest")
+
+
+def test_saving_replaces_no_file_of_the_user(small, tmp_path, monkeypatch):
+    image = small[0]
+    nibabel.save(nibabel.Nifti1Image(image, np.eye(4)), tmp_path / "fixed.nii.gz")
+    content = (tmp_path / "fixed.nii.gz").read_bytes()
+    moving = image[::-1], np.eye(4)
+    found = omnimorph.register(nibabel.load(tmp_path / "fixed.nii.gz"), moving, affine=False, refine=1)
+    with pytest.raises(omnimorph.InputError, match="fixed.nii.gz: it exists"):
+        found.save(tmp_path)
+    assert (tmp_path / "fixed.nii.gz").read_bytes() == content
+    for _ in range(2):
+        found.save(tmp_path / "own")  # what an earlier save wrote is replaced
+    monkeypatch.chdir(tmp_path)
+    found = omnimorph.register("fixed.nii.gz", moving, affine=False, refine=1)
+    monkeypatch.chdir("/")
+    found.save(tmp_path / "other")
+    assert (tmp_path / "other/field.nii.gz").is_file()

@@ -639,7 +639,7 @@ def test_without_monai(monkeypatch):
     ({"mode": "cubic"}, {}, "mode cubic: give bilinear, smooth, nearest"),
     ({"keys": ["image", "mask"]}, {}, "mask: no such entry"),
     ({}, {"label": np.zeros((1, 5, 5, 5))}, "label: shape .* is not that of image"),
-    ({"cfg": {**CFG, "model.dims": 2}}, {}, "is not 2D, which model.dims requires"),
+    ({"cfg": {**CFG, "model.dims": 2, "data.img_size": [24, 24]}}, {}, "is not 2D, which model.dims requires"),
     ({"start": 80}, {}, "start 80: .* from 1 to 79"),
 ])
 def test_what_the_transform_refuses(changes, entries, message):
