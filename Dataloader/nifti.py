@@ -232,9 +232,12 @@ def as_nifti(image):
     """A nibabel image of any format as a NIfTI image, with the same voxels, not read yet, and its position in mm."""
     if isinstance(image, nibabel.Nifti1Image):
         return image
-    image = nibabel.Nifti1Image(image.dataobj, image.affine, dtype=image.get_data_dtype())
-    image.header.set_xyzt_units("mm")
-    return image
+    found = nibabel.Nifti1Image(image.dataobj, image.affine, dtype=image.get_data_dtype())
+    found.header.set_xyzt_units("mm")
+    if isinstance(image, nibabel.MGHImage) and len(image.shape) == 4:
+        found.header["pixdim"][4] = image.header["tr"]  # the time of a frame
+        found.header.set_xyzt_units("mm", "msec")
+    return found
 
 
 def read_raw_header(path):
@@ -304,7 +307,7 @@ def placement_doubts(path, dims=3):
 
 
 def is_rigid_and_scaled(matrix):
-    """Whether the axes of an affine are at right angles to each other, within a thousandth. matrix: (3, 3)."""
+    """Whether the axes of an affine are at right angles to each other, within a thousandth. matrix: (3, N)."""
     axes = matrix / np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
     return bool(abs(axes.T @ axes - np.diag(np.diag(axes.T @ axes))).max() < 1e-3)
 
@@ -572,14 +575,35 @@ def _require_ours(path, header):
 def move_points(points_mm, field, affine):
     """The positions of points of the fixed volume in the moving one: x_mm + A u(A^-1 x_mm), in millimetres, RAS.
 
-    The displacement u is interpolated linearly; outside the grid it is that of the border.
+    The displacement u is interpolated linearly. Outside the grid it goes on from that of the border by the affine map
+    that fits the whole field best: an affine registration moves such points exactly.
     points_mm: (P, 3). field: (3, D, H, W) in voxels. affine: 4x4, of the fixed volume. Returns: (P, 3) float64.
     """
     points_mm = np.asarray(points_mm, np.float64)
     inverse = np.linalg.inv(affine)
     voxels = points_mm @ inverse[:3, :3].T + inverse[:3, 3]
     shift = [ndimage.map_coordinates(part, voxels.T, order=1, mode="nearest", output=np.float64) for part in field]
-    return points_mm + np.stack(shift, 1) @ np.asarray(affine)[:3, :3].T
+    shift, beyond = np.stack(shift, 1), voxels - np.clip(voxels, 0, np.array(field.shape[1:]) - 1)
+    if beyond.any():
+        shift += beyond @ (fitted_affine(field)[:3, :3] - np.eye(3)).T
+    return points_mm + shift @ np.asarray(affine)[:3, :3].T
+
+
+def fitted_affine(field):
+    """The affine map closest to x -> x + field(x) in all voxels, by least squares: 4x4 float64 in voxels.
+
+    field: (N, *spatial) in voxels. Along an axis of one voxel it changes nothing.
+    """
+    dims, matrix = len(field), np.eye(4)
+    for axis, n in enumerate(field.shape[1:]):
+        places = np.arange(n) - (n - 1) / 2
+        # On a full grid the axes are independent: the mean over all others has the slope along this one.
+        others = tuple(other + 1 for other in range(dims) if other != axis)
+        matrix[:dims, axis] += np.mean(field, axis=others, dtype=np.float64) @ places / (places @ places or 1)
+    middle = (np.array(field.shape[1:]) - 1) / 2
+    mean = np.mean(field, axis=tuple(range(1, dims + 1)), dtype=np.float64)
+    matrix[:dims, 3] = mean - (matrix[:dims, :dims] - np.eye(dims)) @ middle
+    return matrix
 
 
 def read_points(path):

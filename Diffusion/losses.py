@@ -368,17 +368,19 @@ def conditional_means(image, other, weight, bins):
     """The mean of `other` for each intensity of an image: (B, bins), for intensities from 0 to 1.
 
     image, other: (B, 1, *spatial). weight: (B, 1, *spatial) or None. An intensity that does not occur gets about the
-    mean of all.
+    mean of all. Summed in float64, which some Intel GPUs lack: a sum in float32 stops growing at some million voxels.
     """
     below, rest = _knots(image, bins)
     other = other.flatten(1)
     weight = torch.ones_like(other) if weight is None else weight.detach().float().flatten(1)
-    count, total = torch.zeros(2, len(image) * bins, device=image.device)
+    dtype = torch.float32 if image.device.type == "xpu" else torch.float64
+    count, total = torch.zeros(2, len(image) * bins, dtype=dtype, device=image.device)
     for knot, share in ((below, weight * (1 - rest)), (below + 1, weight * rest)):
-        count = count.index_add(0, knot.flatten(), share.flatten())
-        total = total.index_add(0, knot.flatten(), (share * other).flatten())
-    of_all = (weight * other).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1.0)
-    return (total.view(-1, bins) + 1e-3 * of_all) / (count.view(-1, bins) + 1e-3)
+        count = count.index_add(0, knot.flatten(), share.flatten().to(dtype))
+        total = total.index_add(0, knot.flatten(), (share * other).flatten().to(dtype))
+    count, total = count.view(-1, bins), total.view(-1, bins)
+    of_all = total.sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp(min=1.0)
+    return ((total + 1e-3 * of_all) / (count + 1e-3)).float()
 
 
 def table_lookup(image, table):

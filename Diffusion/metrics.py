@@ -6,7 +6,9 @@ import statistics
 import numpy as np
 import torch
 from scipy import ndimage
+from scipy.spatial import cKDTree
 
+from Dataloader.nifti import is_rigid_and_scaled
 from Diffusion.fields import determinant, identity, jacobian_determinant
 
 
@@ -59,10 +61,14 @@ def hd95(first, second, labels, spacing_mm):
     A label that only one image has gets the largest possible distance, the diagonal of the image, so that losing a
     structure never improves the score.
 
-    first, second: integer numpy arrays of one shape. labels: the label values. spacing_mm: voxel size for each axis.
+    first, second: integer numpy arrays of one shape. labels: the label values. spacing_mm: voxel size for each axis,
+    (N,), or the axes of a voxel in the world, the columns of (3, N), which may be sheared.
     Returns: list of floats >= 0; NaN where neither image has the label.
     """
-    scores, furthest_mm = [], float(np.linalg.norm(np.multiply(first.shape, spacing_mm)))
+    axes_mm = np.diag(spacing_mm) if np.ndim(spacing_mm) == 1 else np.asarray(spacing_mm, np.float64)
+    spacing_mm, upright = np.linalg.norm(axes_mm, axis=0), is_rigid_and_scaled(axes_mm)
+    diagonals = np.array(list(itertools.product((-1, 1), repeat=first.ndim))) * first.shape
+    scores, furthest_mm = [], float(np.linalg.norm(diagonals @ axes_mm.T, axis=1).max())
     for label in labels:
         a, b = first == label, second == label
         if not a.any() or not b.any():
@@ -73,8 +79,12 @@ def hd95(first, second, labels, spacing_mm):
         a, b = (np.pad(mask[box], 1) for mask in (a, b))
         surface_a = a & ~ndimage.binary_erosion(a)
         surface_b = b & ~ndimage.binary_erosion(b)
-        to_b_mm = ndimage.distance_transform_edt(~surface_b, sampling=spacing_mm)[surface_a]
-        to_a_mm = ndimage.distance_transform_edt(~surface_a, sampling=spacing_mm)[surface_b]
+        if upright:
+            to_b_mm = ndimage.distance_transform_edt(~surface_b, sampling=spacing_mm)[surface_a]
+            to_a_mm = ndimage.distance_transform_edt(~surface_a, sampling=spacing_mm)[surface_b]
+        else:  # the distance transform knows no other axes
+            places_a, places_b = (np.argwhere(surface) @ axes_mm.T for surface in (surface_a, surface_b))
+            to_b_mm, to_a_mm = cKDTree(places_b).query(places_a)[0], cKDTree(places_a).query(places_b)[0]
         scores.append(float(max(np.percentile(to_a_mm, 95), np.percentile(to_b_mm, 95))))
     return scores
 

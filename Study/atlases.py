@@ -52,8 +52,8 @@ def segment(args):
         join = functools.partial(join_labels, str(out), args.join, voting, carried)
         rows, failed = do_all(out, tasks, join, settings, args.workers, "joining", "image", args.again)
         page = write_results_page(out, rows, failed, args, len(atlases))
-        scores = [row["dice"] for row in rows if "dice" in row]
-        summary = {"dice": round(average(scores), 5)} if scores else {}
+        mean = average([row.get("dice") for row in rows])
+        summary = {} if mean is None else {"dice": round(mean, 5)}
         code = common.end(out, rows, failed, settings, page, args.strict, {**summary, "atlases": len(atlases)})
         if not args.keep:
             for path in (out / "atlases").glob("*/warped*.nii.gz"):
@@ -224,7 +224,9 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
         path.unlink(missing_ok=True)
     write_volume(paths[0], label, affine, header)
     write_volume(paths[1], doubt, affine, header)
-    values = sorted({*np.unique(np.stack(maps)).tolist()} - {0})
+    # Of the truth too: a structure that no atlas has is missed.
+    known = [*maps, truth] if "truth" in entry else maps
+    values = sorted(set().union(*(np.unique(each).tolist() for each in known)) - {0})
     labels = {str(value): sizes(label == value, doubt, affine) for value in values}
     inside = doubt[label != 0]
     row = {"name": entry["name"], "folder": str(folder), "image": str(Path(entry["image"]).resolve()),
@@ -242,8 +244,8 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
 
 def sizes(inside, doubt, affine):
     """Volume in mm3 (2D: mm2) and mean doubt of a label. inside: booleans (*size)."""
-    voxel = float(np.prod(np.linalg.norm(affine[:3, :inside.ndim], axis=0)))
-    return {"mm3": float(inside.sum()) * voxel, "doubt": float(doubt[inside].mean()) if inside.any() else None}
+    voxel_mm3 = common.voxel_volume(affine, inside.ndim)
+    return {"mm3": float(inside.sum()) * voxel_mm3, "doubt": float(doubt[inside].mean()) if inside.any() else None}
 
 
 def verdict_of(row, good, found):
@@ -273,7 +275,7 @@ def write_results_page(out, rows, failed, args, count):
         dims, folder = dims_of(row["image"]), Path(row["folder"])
         image, affine = read_volume(row["image"], dims)
         label, doubt = read_label(folder / LABEL, dims)[0], read_numbers(folder / DOUBT, dims)[0]
-        score = f", Dice {row['dice']:.3f}" if "dice" in row else ""
+        score = common.dice_text(row)
         pictures.append((row["name"], thumbnail(image, affine, [(label, None)], doubt), row["name"],
                          f"{row['verdict']}, doubt {row['doubt']:.2f}{score}"))
     cards = [("images", len(rows), f"{len(failed)} left out" if failed else ""), ("atlases", count, ""),

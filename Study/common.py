@@ -6,6 +6,8 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
+
 from Dataloader.datalist import (
     is_named_segmentation,
     label_beside,
@@ -98,6 +100,17 @@ def aligned_row(found, entry, folder, out, paths, **more):
     row = {"name": entry["name"], "folder": str(folder), **scores_of(found), "verdict": found.verdict,
            "reason": found.reason, "matrix": found.matrix.tolist(), **more}
     return {**finished_row(row, entry, out, paths), "warnings": []}
+
+
+def voxel_volume(affine, dims):
+    """Volume of a voxel in mm3 (2D: area in mm2), of sheared grids too. affine: 4x4."""
+    axes_mm = affine[:3, :dims]
+    return float(np.sqrt(np.linalg.det(axes_mm.T @ axes_mm)))
+
+
+def dice_text(row):
+    """The mean Dice of a row as the end of a caption; nothing without one, as where there are no labels."""
+    return "" if row.get("dice") is None else f", Dice {row['dice']:.3f}"
 
 
 def write_table(path, columns, rows):

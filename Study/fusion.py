@@ -24,7 +24,7 @@ def fuse(image, atlases, maps):
     """The labels of an image from several atlases, each weighted by its similarity around the voxel.
 
     image: (D, H, W) or (H, W) float32. atlases: the images of K atlases on its grid, (*size) each. maps: their K label
-    maps (*size), integers.
+    maps (*size), integers. Each image may have a unit of its own.
     Returns: label (*size) of the maps' dtype; doubt (*size) float32, the share of the votes that the winner did not
     get, 0 where all agree.
     """
@@ -34,7 +34,9 @@ def fuse(image, atlases, maps):
         return maps[0].copy(), np.zeros(maps.shape[1:], np.float32)
     disputed = ndimage.binary_dilation(disputed, np.ones((3,) * disputed.ndim), iterations=SEARCH)
     box = around(disputed, PATCH + SEARCH + 1)
-    weights, voted = weigh(image[box], [atlas[box] for atlas in atlases], maps[(slice(None), *box)], disputed[box])
+    # The limits below are for intensities that vary by about 1.
+    image, *atlases = ((each[box] / (each.std(dtype=np.float64) or 1)).astype(np.float32) for each in (image, *atlases))
+    weights, voted = weigh(image, atlases, maps[(slice(None), *box)], disputed[box])
     return count(maps[0], disputed, averaged(weights, disputed[box]), voted)
 
 

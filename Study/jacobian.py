@@ -84,8 +84,8 @@ def map_subject(out, smooth_mm, rows, entry, folder, earlier):
     row, dims = rows[entry["name"]], dims_of(entry["fixed"])
     grid, affine = read_volume(entry["fixed"], dims)
     field, _ = read_field(entry["field"], dims)
-    matrix = np.array(row["matrix"])
-    maps = [log_determinant(torch.from_numpy(each)[None]) for each in (field, without_affine(field, matrix, affine))]
+    rest = without_affine(field, row["matrix"], affine, row.get("start"))
+    maps = [log_determinant(torch.from_numpy(each)[None]) for each in (field, rest)]
     labels = None
     if "labels" in entry:
         labels, own = read_label(entry["labels"], dims)

@@ -17,12 +17,12 @@ import yaml
 from Dataloader.datalist import list_volumes
 from Dataloader.grids import foreground_box, intensity_range, to_canonical
 from Dataloader.nifti import is_segmentation, read_header, read_volume
+from Dataloader.volume import dims_of
 from Inference.outputs import make_folder
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
-from Study.common import dims_of
 
 # (most voxels of the grid, config, multiple of the sides, number of steps found to be enough)
 NETWORKS = ((56 * 64 * 56, "config_hippocampus.yaml", 8, 5_000), (112 ** 3, "config_medium.yaml", 16, 20_000),

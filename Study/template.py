@@ -18,7 +18,7 @@ from scipy import linalg, ndimage
 from Dataloader.formats import digest
 from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid
 from Dataloader.nifti import read_label, read_volume, write_field, write_volume
-from Dataloader.volume import read_source
+from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import compose, exponential, then_affine
 from Diffusion.metrics import average, dice
 from Inference.bids import require_own_names
@@ -148,13 +148,13 @@ def middle_subject(items, left_out):
     sizes = []
     for item in items:
         try:
-            image, affine = read_volume(item["image"], common.dims_of(item["image"]))
+            image, affine = read_volume(item["image"], dims_of(item["image"]))
         except InputError as error:
             left_out[item["id"]] = str(error)
             continue
         low, high = intensity_range(image)
-        voxel = np.prod(np.linalg.norm(affine[:3, :image.ndim], axis=0))
-        sizes.append((float((image > (low + high) / 2).sum() * voxel), item["id"], item["image"]))
+        voxel_mm3 = common.voxel_volume(affine, image.ndim)
+        sizes.append((float((image > (low + high) / 2).sum() * voxel_mm3), item["id"], item["image"]))
     if not sizes:
         raise InputError(f"{items[0]['image']}: no volume of the group can be read ({left_out[items[0]['id']]}).")
     return sorted(sizes)[len(sizes) // 2][2]
@@ -352,17 +352,19 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
     if maps:
         label = vote(list(maps.values()))[0]
         write_volume(out / LABEL, label, affine)
-        values = [int(value) for value in np.unique(label) if value]
+        # Of all subjects: a label that loses the vote everywhere, as lesions do, is a Dice of 0. If all lose it, there
+        # is nothing to compare a subject with, and only the pairs have a Dice.
+        values = sorted(set().union(*(np.unique(each).tolist() for each in maps.values())) - {0})
         for row in done:
-            if row["name"] in maps:
+            if row["name"] in maps and label.any():
                 row["fixed_label"] = str((out / LABEL).resolve())
                 scores = dice(maps[row["name"]], label, values)
                 row["dice"], row["labels"] = average(scores), {str(value): {"dice": None if score != score else score}
                                                                for value, score in zip(values, scores)}
-        pairs = [average(dice(one, other, values)) for number, one in enumerate(maps.values())
-                 for other in list(maps.values())[:number]]
-        if pairs:
-            history[-1]["dice_pairs"] = float(np.mean(pairs))
+        pairs = average([average(dice(one, other, values)) for number, one in enumerate(maps.values())
+                         for other in list(maps.values())[:number]])
+        if pairs is not None:
+            history[-1]["dice_pairs"] = pairs
     failed = [{"name": name, "reason": reason, "source": source_digests(entry_of(items[name]))}
               for name, reason in left_out.items()]
     write_file(out / "convergence.json", json.dumps(history, indent=1) + "\n")
@@ -374,7 +376,7 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
 
 def write_template_page(out, rows, failed, history, args):
     """Write template.html and subjects.tsv. Returns: the page's path."""
-    image, affine = read_volume(out / TEMPLATE, common.dims_of(out / TEMPLATE))
+    image, affine = read_volume(out / TEMPLATE, dims_of(out / TEMPLATE))
     label = read_label(out / LABEL, image.ndim)[0] if any("dice" in row for row in rows) else None
     outline = [] if label is None else [(label, None)]
     last = history[-1]
@@ -385,9 +387,8 @@ def write_template_page(out, rows, failed, history, args):
                        f"before round {entry['round']}", f"voxels of {entry['spacing_mm']:.3g} mm"))
     for row in rows:
         warped, _ = read_volume(Path(row["folder"]) / "warped.nii.gz", image.ndim)
-        score = f", Dice {row['dice']:.3f}" if "dice" in row else ""
         pictures.append((row["name"], thumbnail(warped, affine, outline), row["name"],
-                         f"{row['verdict']}, similarity {row['similarity']:.2f}{score}"))
+                         f"{row['verdict']}, similarity {row['similarity']:.2f}{common.dice_text(row)}"))
     shown = [column for column in COLUMNS if any(row.get(column) is not None for row in rows)]
     lines = [[row["name"], row["verdict"], *[row.get(column) for column in shown]] for row in rows]
     common.write_table(out / "subjects.tsv", ["name", "verdict", *shown], rows)

@@ -10,7 +10,7 @@ import SimpleITK as sitk
 import OM_evaluate
 from Dataloader.nifti import to_mm, write_field, write_field_learn2reg, write_volume
 from Dataloader.synthetic import make_subject
-from tests.test_nifti import OBLIQUE, make_affine
+from tests.test_nifti import OBLIQUE, make_affine, tilted_affine
 
 SHAPE = (24, 28, 32)
 
@@ -132,6 +132,15 @@ def test_a_label_that_is_nowhere_in_the_moving_image(pair, capsys):
     far_mm = np.linalg.norm(np.linalg.norm(OBLIQUE[:3, :3], axis=0) * boxes().shape)
     assert found["dice"] == 0 and found["hd95_mm"] == pytest.approx(far_mm), "losing a structure makes it worse"
     assert "of the labels of the fixed volume the registered one lacks 5." in capsys.readouterr().err
+
+
+def test_hd95_on_a_sheared_grid_is_in_the_world(tmp_path):
+    one, other, affine = np.zeros((2, *SHAPE), np.uint8)[0], np.zeros(SHAPE, np.uint8), tilted_affine()
+    one[4, 9, 6], other[4, 5, 10] = 1, 1
+    write_volume(tmp_path / "fixed.nii.gz", one, affine)
+    write_volume(tmp_path / "warped.nii.gz", other, affine)
+    assert run(tmp_path, "--fixed-label", tmp_path / "fixed.nii.gz", "--warped-label", tmp_path / "warped.nii.gz") == 0
+    assert scores(tmp_path)[0]["hd95_mm"] == pytest.approx(np.linalg.norm(affine[:3, :3] @ [0, -4, 4]), rel=1e-5)
 
 
 def test_slices(tmp_path, capsys):

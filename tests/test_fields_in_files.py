@@ -11,13 +11,13 @@ from Dataloader.nifti import (
     move_points,
     read_field,
     read_points,
-    to_mm,
     write_field,
     write_field_learn2reg,
     write_volume,
 )
 from Dataloader.synthetic import random_field
 from Diffusion.fields import then_affine, warp
+from Inference.scores import moved_points
 from Runtime.errors import InputError
 from tests.test_nifti import OBLIQUE, blob, make_affine
 
@@ -115,9 +115,28 @@ def test_points_go_where_the_image_comes_from(tmp_path):
     world = affine[:3, :3] @ place + affine[:3, 3]
     moved = move_points(world[None], field, affine)
     np.testing.assert_allclose(moved[0], affine[:3, :3] @ there + affine[:3, 3], atol=1e-4)
-    outside = world[None] + 1000
-    border = move_points(outside, field, affine) - outside
-    assert np.abs(border).max() <= np.abs(to_mm(field, affine)).max() + 1e-6
+
+
+@pytest.mark.parametrize("affine", [np.eye(4), OBLIQUE])
+def test_points_outside_the_grid_follow_the_affine_part_of_the_field(affine):
+    """x = 60 of 32 voxels goes to 0.8 * 60; what the border has besides stays with it."""
+    shape, turned = (32, 30, 28), np.array([[0.8, 0.1, 0], [-0.1, 0.9, 0.05], [0, 0, 1.1]])
+    field = np.einsum("ij,j...->i...", turned - np.eye(3), np.indices(shape)) + np.reshape([2.0, -1, 0.5], (3, 1, 1, 1))
+    voxels = np.array([[60.0, 10, 10], [-20, 40, 35], [31.4, 29.4, -0.4], [5, 6, 7]])
+    expected = voxels @ turned.T + [2.0, -1, 0.5]
+    for grid in (field, field.astype(np.float32)):
+        moved = move_points(voxels @ affine[:3, :3].T + affine[:3, 3], grid, affine)
+        np.testing.assert_allclose(moved, expected @ affine[:3, :3].T + affine[:3, 3], atol=1e-4)
+    bumpy = field + random_field(0, shape, 0.06)
+    ends = np.array([[31.0, 10, 10], [31 + 1e-6, 10, 10], [91, 10, 10]])
+    one, next_to_it, far = move_points(ends, bumpy, np.eye(4))
+    np.testing.assert_allclose(next_to_it, one, atol=1e-4)
+    np.testing.assert_allclose(far - one, 60 * turned[:, 0], atol=60 * 0.05)
+    pair = move_points(np.array([[5.0, 10, 10]]), field[:, :2], np.eye(4))  # two voxels have a slope, too
+    np.testing.assert_allclose(pair[0], turned @ [5, 10, 10] + [2.0, -1, 0.5])
+    plane = field[:2, :, :, 0]  # of 2D volumes; the third coordinate stays
+    moved = moved_points(np.array([[60.0, 10, 4]]), plane, np.eye(4))
+    np.testing.assert_allclose(moved[0], [*(turned[:2, :2] @ [60, 10] + [2.0, -1]), 4])
 
 
 @pytest.mark.parametrize("text, encoding", [

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from Diffusion.fields import affine_field, identity, jacobian_determinant, side_lengths
-from Diffusion.losses import folding, info_nce, recovery_terms, regularity, roughness
+from Diffusion.losses import conditional_means, folding, info_nce, recovery_terms, regularity, roughness
 from tests.inverse import invert
 
 
@@ -138,6 +138,16 @@ def test_local_folding_is_penalised_and_its_gradient_undoes_it(size):
     assert losses[0] > 0
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_mean_of_a_constant_over_a_large_volume_is_that_constant():
+    """A running sum in float32 stops growing at some million voxels."""
+    other = torch.full((1, 1, 200, 200, 200), 0.3)
+    table = conditional_means(torch.zeros_like(other), other, None, bins=32)
+    assert table.dtype == torch.float32 and table[0, 0].item() == pytest.approx(0.3, rel=1e-6)
+    small = torch.rand(2, 1, 5, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    gradient, = torch.autograd.grad(conditional_means(torch.zeros(2, 1, 5, 6), small, None, bins=4)[:, 0].sum(), small)
+    torch.testing.assert_close(gradient, torch.full_like(small, 1 / 30), rtol=1e-4, atol=0)
 
 
 def unit_vectors(n, width=16):

@@ -5,9 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import ndimage
 
 from Diffusion.fields import affine_field
 from Diffusion.metrics import dice, folding_percent, folding_scores, hd95, sdlogj
+from tests.test_nifti import tilted_affine
 
 SIZE = (15, 18, 21)
 
@@ -52,6 +54,24 @@ def test_hd95_of_a_shifted_cube_is_the_shift_in_mm(axis):
     # The two faces across the shift are 72 of the 152 surface voxels, so the 95th percentile lies on them.
     assert hd95(first, second, [1], spacing) == pytest.approx([2 * spacing[axis]])
     assert hd95(first, first, [1], spacing) == [0.0]
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_hd95_on_sheared_axes_is_that_of_the_places_in_the_world(dims):
+    axes_mm, rng = tilted_affine()[:3, [1, 2, 0][:dims]], np.random.default_rng(0)
+    places = np.indices((9, 8, 7)[:dims])
+    masks = [np.linalg.norm(places - rng.uniform(3, 5, (dims, *[1] * dims)), axis=0) < 3 for _ in range(2)]
+    first, second = (mask.astype(np.int16) for mask in masks)
+    ends = [(np.argwhere(mask & ~ndimage.binary_erosion(np.pad(mask, 1))[(slice(1, -1),) * dims]) @ axes_mm.T)
+            for mask in masks]
+    apart = np.linalg.norm(ends[0][:, None] - ends[1][None], axis=2)
+    expected = max(np.percentile(apart.min(axis), 95) for axis in (0, 1))
+    assert hd95(first, second, [1], axes_mm) == pytest.approx([expected])
+    corners = np.array(list(itertools.product((-0.5, 0.5), repeat=dims))) * first.shape @ axes_mm.T
+    longest = 2 * np.linalg.norm(corners, axis=1).max()
+    assert hd95(first, 0 * second, [1], axes_mm) == pytest.approx([longest])
+    upright = np.diag([1.0, 2.0, 0.5])[:, :dims]
+    assert hd95(first, second, [1], upright) == hd95(first, second, [1], (1.0, 2.0, 0.5)[:dims])
 
 
 def test_hd95_ignores_a_few_outliers_and_is_symmetric():

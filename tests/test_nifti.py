@@ -40,6 +40,13 @@ def make_affine(axes=(0, 1, 2), signs=(1, 1, 1), spacing=(1, 1, 1), degrees=(0, 
     return affine
 
 
+def tilted_affine(degrees=25):
+    """Voxels of 1 x 1 x 2.5 mm of a CT with a tilted gantry, whose slices follow each other along the table."""
+    affine = make_affine(spacing=(1, 1, 2.5))
+    affine[:3, 2] = 2.5 * np.array([0, np.sin(np.deg2rad(degrees)), np.cos(np.deg2rad(degrees))])
+    return affine
+
+
 OBLIQUE = make_affine((2, 0, 1), (-1, 1, -1), (0.9, 1.6, 1.2), (12, -8, 15))
 HEADERS = [((20, 26, 31), make_affine()), ((20, 26, 31), make_affine(signs=(-1, -1, 1), spacing=(0.8, 0.8, 2))),
            ((31, 18, 24), make_affine((1, 2, 0), (1, -1, 1), (1.5, 1, 0.7))), ((24, 18, 29), OBLIQUE)]
@@ -200,6 +207,15 @@ def test_2d_file_without_a_third_axis_gets_the_normal(tmp_path):
 def test_trailing_axis_of_one_is_dropped_in_3d(tmp_path):
     path = save(tmp_path / "v.nii", noise((5, 6, 7, 1, 1)))
     assert read_volume(path)[0].shape == (5, 6, 7) and read_header(path)[0] == (5, 6, 7)
+
+
+@pytest.mark.parametrize("suffix", [".mgz", ".mgh"])
+def test_a_series_of_freesurfer_keeps_the_time_of_a_frame(tmp_path, suffix):
+    image = nibabel.MGHImage(noise((5, 6, 7, 3)), OBLIQUE)
+    image.header.set_zooms((0.9, 1.6, 1.2, 2000))
+    nibabel.save(image, tmp_path / f"v{suffix}")
+    header = nifti.open_nifti(tmp_path / f"v{suffix}").header
+    assert header.get_zooms() == pytest.approx((0.9, 1.6, 1.2, 2000)) and header.get_xyzt_units() == ("mm", "msec")
 
 
 def test_scaled_integers_are_read_scaled(tmp_path):

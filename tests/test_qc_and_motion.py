@@ -147,7 +147,8 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
     assert "is not a series of volumes" in capsys.readouterr().err
 
 
-def test_a_block_that_fails_leaves_a_gap_and_the_unit_of_time_stays(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("suffix", [".nii.gz", ".mgz"])
+def test_a_block_that_fails_leaves_a_gap_and_the_unit_of_time_stays(tmp_path, suffix, monkeypatch, capsys):
     monkeypatch.setattr(motion, "BLOCK", 1)
     frames, header = np.stack([make_subject(0, (12, 13, 11))["image"]] * 4, -1), nibabel.Nifti1Header()
     frames[..., 1] = 0
@@ -155,9 +156,12 @@ def test_a_block_that_fails_leaves_a_gap_and_the_unit_of_time_stays(tmp_path, mo
     header.set_zooms([2, 2, 2, 1500])
     header.set_xyzt_units("mm", "msec")
     write_volume(tmp_path / "bold.nii.gz", frames, AFFINE, header)
-    assert run("motion", "--series", tmp_path / "bold.nii.gz", "--reference", "0", "--device", "cpu", "--out",
+    image = nibabel.MGHImage(frames, AFFINE)
+    image.header["tr"] = 1500
+    nibabel.save(image, tmp_path / "bold.mgz")
+    assert run("motion", "--series", tmp_path / f"bold{suffix}", "--reference", "0", "--device", "cpu", "--out",
                tmp_path / "out") == 0
-    assert "bold.nii.gz, frame 1: every voxel is 0" in capsys.readouterr().err
+    assert f"bold{suffix}, frame 1: every voxel is 0" in capsys.readouterr().err
     rows = table(tmp_path / "out/motion.tsv")
     assert [row["frame"] for row in rows] == ["0", "2", "3"]
     assert [row["framewise_displacement"] == "n/a" for row in rows] == [True, True, False]

@@ -5,15 +5,17 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from scipy import ndimage
 
 import OM_study
 from Dataloader.nifti import read_label, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
 from Runtime import __version__
-from Study.atlases import voters
+from Study.atlases import join_labels, sizes, voters
 from Study.fusion import averaged, best_shift, count, fuse, joint_weights
 from Study.thumbnails import COLOURS, GREYS, palette, thumbnail, tile
+from tests.test_nifti import tilted_affine
 
 SIZE, AFFINE = (18, 20, 16), np.diag([2.0, 2.0, 2.0, 1.0])
 
@@ -77,6 +79,23 @@ def test_flat_images_give_a_plain_vote():
     np.testing.assert_array_equal(label, np.eye(8))
 
 
+@pytest.mark.parametrize("noise", [0, 0.02])
+def test_the_unit_of_the_intensities_does_not_matter(noise):
+    """Maps of diffusivity are about 1e-9 m2/s, and other scanners count in millions; each image has its own unit."""
+    size, rng = (20, 22, 18), np.random.default_rng(0)
+    subject, images, maps = make_subject(0, size), [], []
+    for _ in range(4):
+        places = np.indices(size) + 6 * ndimage.gaussian_filter(rng.normal(size=(3, *size)), (0, 2, 2, 2))
+        shown = ndimage.map_coordinates(subject["image"], places, order=1, mode="nearest")
+        images.append((shown + rng.normal(0, noise, size)).astype(np.float32))
+        maps.append(ndimage.map_coordinates(subject["label"], places, order=0, mode="nearest"))
+    expected, doubt = fuse(images[0], images[1:], maps[1:])
+    for scale in (1e-9, 1e6):
+        label, other = fuse(images[0] * scale, [image * np.float32(scale) for image in images[1:]], maps[1:])
+        np.testing.assert_array_equal(label, expected)
+        np.testing.assert_allclose(other, doubt, atol=1e-4)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Who votes
 # ---------------------------------------------------------------------------------------------------------------------
@@ -94,6 +113,35 @@ def test_a_copy_never_votes_and_another_scan_of_the_subject_only_on_request(tmp_
     assert of_it["candidates"] == ["sub-02"] and len(of_it["said"]) == 2
     assert "copy is a copy of it" in of_it["said"][0] and "same subject, sub-01" in of_it["said"][1]
     assert voters(image, atlases, same_subject=True)["candidates"] == ["sub-01_ses-2", "sub-02"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The scores
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("values, dices", [((1, 0), {"1": 1}), ((1, 3), {"1": 1, "3": 0}), ((0, 0), {"1": 0})])
+def test_a_structure_that_only_the_truth_or_only_the_atlases_have_has_a_dice_of_0(tmp_path, values, dices):
+    def write(name, first, second):
+        label = np.zeros((10, 11), np.uint8)
+        label[2:5, 2:5], label[6:9, 6:9] = first, second
+        write_volume(tmp_path / name, label, AFFINE)
+        return tmp_path / name
+
+    write_volume(tmp_path / "image.nii.gz", np.random.default_rng(0).random((10, 11), np.float32), AFFINE)
+    write("a_to_image/warped_label.nii.gz", 1, 0)
+    entry = {"name": "image", "image": tmp_path / "image.nii.gz", "truth": write("truth.nii.gz", *values)}
+    voting = {"image": {"atlases": [{"id": "a"}], "candidates": ["a"], "said": []}}
+    carried = {"a_to_image": {"folder": str(tmp_path / "a_to_image"), "verdict": "ok", "reason": ""}}
+    row = join_labels(str(tmp_path), "majority", voting, carried, entry, tmp_path / "image", None)
+    assert {label: found["dice"] for label, found in row["labels"].items()} == dices
+    assert row["dice"] == np.mean(list(dices.values()))
+
+
+def test_the_volume_of_a_label_is_that_of_its_voxels_on_a_sheared_grid():
+    """Slices of 1 mm x 1 mm that are 2.5 mm apart along the table, with the gantry tilted by 25 degrees."""
+    tilted, inside, voxel = tilted_affine(), np.ones((4, 5, 6), bool), 2.5 * np.cos(np.deg2rad(25))
+    assert sizes(inside, inside, tilted)["mm3"] == pytest.approx(120 * voxel)
+    assert sizes(inside[0], inside[0], tilted[:, [1, 2, 0, 3]])["mm3"] == pytest.approx(30 * voxel)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

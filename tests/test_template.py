@@ -1,4 +1,5 @@
 """The template of a group: logarithms, the middle of known deformations, and the command on files, resumed."""
+import argparse
 import json
 import shutil
 
@@ -12,7 +13,20 @@ from Dataloader.nifti import read_field, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.fields import exponential
 from Inference.labels import apply_field
-from Study.template import DEFORMATION, centre, centred_deformation, log_matrix, logarithm, sharpness
+from Study.template import (
+    DEFORMATION,
+    FIELD,
+    TEMPLATE,
+    centre,
+    centred_deformation,
+    finish,
+    log_matrix,
+    logarithm,
+    middle_subject,
+    sharpness,
+    write_template_page,
+)
+from tests.test_nifti import tilted_affine
 
 SIZE, AFFINE = (20, 22, 18), np.diag([2.0, 2.0, 2.0, 1.0])
 
@@ -69,6 +83,51 @@ def test_the_middle_of_known_maps_is_found(tmp_path):
 def test_sharpness_is_the_mean_gradient():
     ramp = np.broadcast_to(np.arange(10.0)[:, None, None] / 10, (10, 10, 10))
     assert sharpness(ramp) == pytest.approx(0.1)
+
+
+def test_the_subject_of_median_size_is_chosen_by_true_volumes(tmp_path):
+    """115 voxels of a sheared grid are as large as 104 upright ones."""
+    items = []
+    for name, affine, voxels in (("small", np.diag([1, 1, 2.5, 1]), 100), ("tilted", tilted_affine(), 115),
+                                 ("large", np.diag([1, 1, 2.5, 1]), 110)):
+        image = np.zeros(10 ** 3, np.float32)
+        image[:voxels] = 1
+        write_volume(tmp_path / f"{name}.nii.gz", image.reshape(10, 10, 10), affine)
+        items.append({"id": name, "image": tmp_path / f"{name}.nii.gz"})
+    assert middle_subject(items, {}).name == "tilted.nii.gz"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is written
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("lesion, organ, dices, pairs", [(1, 2, {"1": 0.0, "2": 1.0}, 0.5), (1, 0, {}, 0.0),
+                                                         (0, 0, {}, None)])
+def test_lesions_that_no_two_subjects_share_are_a_dice_of_0(tmp_path, lesion, organ, dices, pairs):
+    """They lose the vote. Where nothing wins it, the template has no label, and its subjects no Dice and no verdict by
+    one."""
+    image, affine, items, rows = make_subject(0, (16, 17), dims=2)["image"], np.diag([1.0, 1, 1, 1]), [], []
+    for number in range(3):
+        label = np.zeros(image.shape, np.uint8)
+        label[4 * number + 1:4 * number + 3, 5:8], label[4:9, 10:14] = lesion, organ
+        item = {"id": f"s_{number}", "image": tmp_path / f"s_{number}.nii.gz", "label": tmp_path / f"l_{number}.nii.gz"}
+        write_volume(item["image"], image, affine)
+        write_volume(item["label"], label, affine)
+        (tmp_path / item["id"]).mkdir()
+        np.save(tmp_path / item["id"] / FIELD, np.zeros((2, *image.shape), np.float32))
+        rows.append({"name": item["id"], "folder": str(tmp_path / item["id"]), "moving": str(item["image"]),
+                     "similarity": 0.9, "verdict": "ok", "reason": ""})
+        items.append(item)
+    write_volume(tmp_path / "round_0" / TEMPLATE, image, affine)
+    history = [{"round": 0, "spacing_mm": 1.0, "moved": 0.0, "mean_left": 0.0, "most_left": 0.0, "sharpness": 0.1,
+                "similarity": 0.9}]
+    starts = {item["id"]: (np.eye(4), None, "correlation") for item in items}
+    done, failed, history = finish(tmp_path, rows, starts, image, affine, items, {}, history)
+    page = write_template_page(tmp_path, done, failed, history, argparse.Namespace(rounds=0)).read_text()
+    assert history[-1].get("dice_pairs") == pairs and ("similarity 0.90, Dice 0.500" in page) == bool(organ)
+    for row in done:
+        assert {label: found["dice"] for label, found in row["labels"].items()} == dices and row["verdict"] == "ok"
+        assert row.get("dice") == (0.5 if organ else None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
