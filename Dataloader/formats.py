@@ -8,6 +8,7 @@ Dataloader/nifti.py does: axes i, j, k, affine 4x4 voxel to world in millimetres
 import contextlib
 import hashlib
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 
 READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
+LEAST_STEP_MM = 1e-3  # between slices
 UNEVEN = 0.02  # most by which a step between slices may differ from the mean step, as a fraction of it
 WRITTEN = (".nrrd", ".mha")  # the others keep their voxels in a second file
 NUMBERS = {"sitkInt8": "int8", "sitkUInt8": "uint8", "sitkInt16": "int16", "sitkUInt16": "uint16",
@@ -49,9 +51,13 @@ def parts_of(path):
     path = Path(path)
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
-    if path.suffix.lower() in (".mhd", ".nhdr"):
-        stems = path.stem, f"{path.stem}.raw"  # ITK compresses the voxels of v.nhdr into v.raw.gz
-        return sorted(file for file in path.parent.iterdir() if file.stem in stems and file.is_file())
+    if path.suffix.lower() in (".mhd", ".nhdr") and path.is_file():
+        with open(path, encoding="latin-1") as file:
+            named = re.search(r"^(?:ElementDataFile *=|data ?file:) *(.*?) *$", file.read(2 ** 16), re.M | re.I)
+        if named and named[1] != "LOCAL":
+            voxels = path.parent / named[1]
+            # A pattern or a list of files: any file of the folder may be one.
+            return sorted({path, voxels} if voxels.is_file() else {path, *filter(Path.is_file, path.parent.iterdir())})
     return [path]
 
 
@@ -98,12 +104,15 @@ def open_itk(path):
         size, affine[:3, 2] = (*size[:2], count), TO_LPS[:3, :3] @ _step_between(path, headers)
     elif Path(path).suffix.lower() == ".dcm" and size[2:] == (1,) and not os.path.isdir(path):
         raise InputError(f"{path}: this is one slice of a DICOM series; give the folder with all of its slices.")
-    types = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}
-    if first.GetNumberOfComponents() != 1 or first.GetPixelID() not in types:
+    types, number = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}, _number_type(sitk, headers)
+    if first.GetNumberOfComponents() != 1 or number not in types:
         raise InputError(f"{path}: each voxel must be one real number, but the type is "
-                         f"{sitk.GetPixelIDValueAsString(first.GetPixelID())}; convert the volume.")
-    empty = np.broadcast_to(np.zeros((), types[first.GetPixelID()]), size)
-    image = nibabel.Nifti1Image(empty, affine, dtype=empty.dtype)
+                         f"{sitk.GetPixelIDValueAsString(number)}; convert the volume.")
+    empty = np.broadcast_to(np.zeros((), types[number]), size)
+    try:
+        image = nibabel.Nifti1Image(empty, affine, dtype=empty.dtype)
+    except nibabel.spatialimages.HeaderDataError as error:
+        raise InputError(f"{path}: its header gives no usable position or size ({error}); export it again.") from error
     image.header.set_xyzt_units("mm")
     return image
 
@@ -129,6 +138,12 @@ def _header(sitk, file, path):
     return reader
 
 
+def _number_type(sitk, headers):
+    """ITK's type of the numbers of a volume: float64 where its slices have several, as with a scale for each (PET)."""
+    kinds = {header.GetPixelID() for header in headers}
+    return kinds.pop() if len(kinds) == 1 else sitk.sitkFloat64
+
+
 def _step_between(path, headers):
     """The step from slice to slice, (3,) mm, LPS. Raises InputError for steps, sizes or directions that differ."""
     planes = [(header.GetSize(), np.round([*header.GetDirection(), *header.GetSpacing()[:2]], 3).tolist())
@@ -137,6 +152,9 @@ def _step_between(path, headers):
         raise InputError(f"{path}: the slices have several sizes or directions; put each stack into its own folder.")
     steps = np.diff([header.GetOrigin() for header in headers], axis=0)
     step = steps.mean(axis=0)
+    if np.linalg.norm(step) < LEAST_STEP_MM:
+        raise InputError(f"{path}: all slices lie at one place, as in a time series or without positions; convert it "
+                         "to .nii.gz.")
     if np.linalg.norm(steps - step, axis=1).max() > UNEVEN * max(np.linalg.norm(step), 1e-3):
         lengths = np.linalg.norm(steps, axis=1)
         raise InputError(f"{path}: the distances between its {len(headers)} slices range from {lengths.min():.2f} to "
@@ -150,7 +168,11 @@ def read_itk(path):
     sitk = import_sitk(path)
     try:
         files = files_of(sitk, path)
-        return sitk.GetArrayFromImage(sitk.ReadImage(files if len(files) > 1 else files[0])).T
+        if len(files) == 1:
+            return sitk.GetArrayFromImage(sitk.ReadImage(files[0])).T
+        # ITK takes the type of the first slice for all, unless it is told.
+        kind = _number_type(sitk, [_header(sitk, file, path) for file in files])
+        return sitk.GetArrayFromImage(sitk.ReadImage(files, kind)).T
     except RuntimeError as error:
         raise _unreadable(path, error) from error
 

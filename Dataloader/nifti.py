@@ -43,6 +43,7 @@ EQUAL_NEIGHBOURS = 0.7  # share of a label map's foreground voxels that equal th
 ROUNDED = 1e-3  # relative error of a label that a scale factor such as 1.000015 may cause
 VECTOR = 1007  # NIfTI's intent code for a vector per voxel, which ITK and ANTs write for displacement fields
 PLACE_CODES = range(6)  # the sform and qform codes that NIfTI defines
+ZOOMS_APART = 0.01  # by which sizes of voxels in sform and pixdim may differ without a warning, as a fraction
 PLACED_APART = 0.1  # voxels by which sform and qform may differ without a warning
 FSL_INTENTS = range(2006, 2020)  # displacements and coefficients of FNIRT and TOPUP
 LPS = np.array([-1.0, -1.0, 1.0])  # signs from RAS to ITK's world, whose first two axes point the other way
@@ -207,6 +208,9 @@ def open_nifti(path):
         return as_nifti(image)
     if not isinstance(image, nibabel.Nifti1Image):
         raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it to .nii.gz.")
+    if image.dataobj.offset < image.header.single_vox_offset:
+        raise InputError(f"{path}: its vox_offset {image.dataobj.offset} lies within the header, which would be read as "
+                         "voxels; export the file again.")
     _require_place_codes(path, image)
     if not ends_in(path, ".gz"):
         _require_bytes(path, image, path.stat().st_size)
@@ -232,7 +236,10 @@ def as_nifti(image):
     """A nibabel image of any format as a NIfTI image, with the same voxels, not read yet, and its position in mm."""
     if isinstance(image, nibabel.Nifti1Image):
         return image
-    found = nibabel.Nifti1Image(image.dataobj, image.affine, dtype=image.get_data_dtype())
+    affine = np.array(image.affine, np.float64)
+    if isinstance(image, nibabel.Nifti1Pair):
+        affine[:3] *= mm_of_unit(image.header)
+    found = nibabel.Nifti1Image(image.dataobj, affine, dtype=image.get_data_dtype())
     found.header.set_xyzt_units("mm")
     if isinstance(image, nibabel.MGHImage) and len(image.shape) == 4:
         found.header["pixdim"][4] = image.header["tr"]  # the time of a frame
@@ -280,7 +287,11 @@ def placement_doubts(path, dims=3):
     path: of a readable volume. If both matrices are set, nibabel, FSL and this program use the sform; ITK (ANTs,
     Slicer, elastix) uses it only if its code is 1, and otherwise the qform. Only NIfTI files have two.
     """
-    header = open_nifti(path).header
+    image = open_nifti(path)
+    header = image.header
+    if not is_rigid_and_scaled(image.affine[:3, :dims]):
+        return [f"{path}: its axes are not at right angles (it is sheared), which ITK, ANTs and Slicer refuse in "
+                ".nii.gz files; --also h5 nrrd writes field and warped volume as they read them."]
     if not ends_in(path, NIFTI):
         return []
     has_sform, has_qform = int(header["sform_code"]) > 0, int(header["qform_code"]) > 0
@@ -292,9 +303,11 @@ def placement_doubts(path, dims=3):
     if not (has_sform or has_qform):
         return [f"{path}: its header gives no position (sform and qform code are 0). OmniMorph places its centre at "
                 "0, ITK its first voxel; set a position, for example with fslorient or nibabel."]
-    if has_sform and not is_rigid_and_scaled(sform[:3, :3]):
-        return [f"{path}: the axes of its sform are not at right angles (it is sheared), which a qform cannot "
-                "express; output files have only the sform."]
+    lengths, zooms = np.linalg.norm(sform[:3, :dims], axis=0), np.array(header.get_zooms()[:dims]).clip(min=1e-30)
+    if has_sform and np.abs(lengths / zooms - 1).max() > ZOOMS_APART:
+        sizes = [" x ".join(f"{each:.3g}" for each in part) for part in (lengths, zooms)]
+        return [f"{path}: the voxels of its sform measure {sizes[0]}, those of its pixdim {sizes[1]}. OmniMorph uses "
+                "the sform, ITK and FSL mostly pixdim; correct the wrong one."]
     if has_sform and has_qform:
         shape = np.maximum(np.array(header.get_data_shape()[:3]), 1)
         corners = np.array(list(np.ndindex(*[2] * len(shape)))) * (shape - 1)
@@ -339,7 +352,8 @@ def write_volume(path, array, affine, header=None):
         return
     if header is not None:
         affine[:3] /= mm_of_unit(header)
-    image = nibabel.Nifti1Image(array, affine, header, dtype=array.dtype)
+    kind = nibabel.Nifti2Image if max(array.shape) > np.iinfo(np.int16).max else nibabel.Nifti1Image
+    image = kind(array, affine, header, dtype=array.dtype)
     # The codes come from the given header: nibabel resets those of its copy if the affine differs.
     # A qform cannot express shear; with the shear dropped, ITK would place the volume elsewhere.
     qform_code = (1 if header is None else int(header["qform_code"]) or 1) if is_rigid_and_scaled(affine[:3, :3]) else 0
@@ -616,7 +630,12 @@ def read_points(path):
     """
     path = Path(path)
     require_file(path)
-    rows = [_cells(line) for line in _text(path.read_bytes()).splitlines() if line.strip()]
+    lines = [line for line in _text(path.read_bytes()).splitlines() if line.strip()]
+    rows = [_cells(line) for line in lines]
+    if rows and not all(_is_number(cell) for cell in rows[0]):  # names may have blanks: the header's separator decides
+        separator = next((each for each in "\t;," if each in lines[0]), None)
+        rows = [[cell.strip() for cell in line.split(separator)] if separator and separator in line else _cells(line)
+                for line in lines]
     columns, first = (0, 1, 2), 0
     if rows and not all(_is_number(cell) for cell in rows[0]):
         names = [re.sub(r"[\W_]*mm\W*$", "", cell.strip("\"' ").lower()) for cell in rows[0]]

@@ -14,7 +14,7 @@ from scipy.io.matlab import MatReadError
 
 from Dataloader import formats
 from Dataloader.formats import TO_LPS
-from Dataloader.nifti import from_itk, read_field, read_header, require_one_plane, to_itk
+from Dataloader.nifti import from_itk, read_field, read_header, read_raw_header, require_one_plane, to_itk
 from Runtime.errors import InputError
 from Runtime.files import require_file, write_file
 
@@ -26,7 +26,7 @@ VOX_TO_VOX, RAS_TO_RAS = 0, 1  # FreeSurfer's types of transform in a .lta file
 
 def is_field(path):
     """Whether a path names a field, not a matrix."""
-    return Path(path).name.endswith(FIELDS)
+    return Path(path).name.lower().endswith(FIELDS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,9 +47,13 @@ def read_matrix(path, fixed, moving, dims=3):
     numbers = _plain_numbers(content)
     if path.suffix == ".lta":
         matrix = _from_lta(path, content.decode(errors="replace"))
+    elif numbers is not None and path.suffix != ".mat":
+        raise InputError(f"{path}: sixteen numbers do not say whose matrix they are; rename it to .mat if it is one of "
+                         "FSL's flirt, and write others (NiftyReg, numpy) as an ITK transform.")
     elif numbers is not None:
         _require_invertible(path, numbers)
-        matrix = _from_fsl(numbers, read_header(fixed, dims), read_header(moving, dims))
+        matrix = _from_fsl(numbers, *((*read_header(each, dims), read_raw_header(each).get_zooms())
+                                      for each in (fixed, moving)))
     elif content.startswith(b"#Insight Transform File"):
         matrix = _from_itk(path, *_itk_text(path, content.decode(errors="replace")))
     else:
@@ -148,15 +152,16 @@ def _rotation(kind, parameters, zyx=False):
 def _from_fsl(matrix, fixed, moving):
     """T of flirt's matrix, which maps the moving to the fixed volume, both in millimetres of their own grids.
 
-    fixed, moving: (shape, affine). FSL's grids start in a corner, and FSL flips x unless the volume has it flipped.
+    fixed, moving: (shape, affine, zooms). FSL's grids start in a corner, and FSL flips x unless the volume has it
+    flipped.
     """
     to_fixed = fixed[1] @ np.linalg.inv(_fsl_grid(*fixed)) @ matrix @ _fsl_grid(*moving) @ np.linalg.inv(moving[1])
     return np.linalg.inv(to_fixed)
 
 
-def _fsl_grid(shape, affine):
-    """4x4 from voxels to FSL's millimetres."""
-    voxel_mm = np.linalg.norm(affine[:3, :3], axis=0)
+def _fsl_grid(shape, affine, zooms):
+    """4x4 from voxels to FSL's millimetres: those of pixdim, whatever the affine and its unit say."""
+    voxel_mm = np.array(zooms[:3] if len(zooms) > 2 else np.linalg.norm(affine[:3, :3], axis=0), np.float64)
     grid = np.diag([*voxel_mm, 1.0])
     if np.linalg.det(affine[:3, :3]) > 0:
         grid[0, 0], grid[0, 3] = -voxel_mm[0], (shape[0] - 1) * voxel_mm[0]
@@ -220,10 +225,13 @@ def read_any_field(path, dims=3):
     sitk = formats.import_sitk(path)
     try:
         transform = sitk.DisplacementFieldTransform(sitk.ReadTransform(str(path)))
-    except RuntimeError as error:
+    except (RuntimeError, KeyError) as error:  # KeyError: a transform that SimpleITK does not know
         raise InputError(f"{path}: not an ITK displacement field ({formats.reason_of(error)}); write the field alone, "
                          "or as .nii.gz.") from error
     image = transform.GetDisplacementField()
-    affine, vectors_mm = formats.affine_of(image), sitk.GetArrayFromImage(image).transpose(2, 1, 0, 3)
+    affine, vectors_mm = formats.affine_of(image), sitk.GetArrayFromImage(image)
+    if image.GetDimension() == 2:
+        vectors_mm = np.pad(vectors_mm, ((0, 0), (0, 0), (0, 1)))[None]
+    vectors_mm = vectors_mm.transpose(2, 1, 0, 3)
     require_one_plane(path, vectors_mm.shape, dims)
     return from_itk(vectors_mm, affine, dims), affine

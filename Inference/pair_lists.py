@@ -166,7 +166,11 @@ def _read_list(path, columns=()):
     if not path.is_file():
         raise InputError(f"{path}: no such list of pairs; check the path.")
     if columns and path.suffix.lower() == ".csv":
-        return [entry for _, entry in read_csv(path, columns)[1]]
+        header, rows = read_csv(path, columns)
+        others = [cell for cell in header if cell.lower().startswith(("fixed", "moving", "points"))]
+        if unknown := next((cell for cell in others if cell.lower() not in columns), None):
+            raise InputError(f"{path}: unknown column {unknown}; the columns of a pair are {', '.join(columns)}.")
+        return [entry for _, entry in rows]
     return read_json(path)
 
 

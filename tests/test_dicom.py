@@ -43,15 +43,15 @@ def affine_of(step):
     return np.diag([-1, -1, 1, 1]) @ lps
 
 
-def write_slice(path, plane, number, series=SERIES):
-    """One slice, (rows, columns) of int16, stored as (value + 100) / 2."""
+def write_slice(path, plane, number, series=SERIES, slope=2, step=STEP):
+    """One slice, (rows, columns) of int16, stored as (value + 100) / 2, read again as slope / 2 times that."""
     item = image_of(CTImageStorage, series)
     item.InstanceNumber, item.PatientName, item.PatientID = number + 1, "A^B", "1"
     item.Rows, item.Columns = plane.shape[-2:]
     item.PixelSpacing, item.SliceThickness = list(SPACING), 2.5
     item.ImageOrientationPatient = [*ROW, *COLUMN]
-    item.ImagePositionPatient = [round(float(value), 4) for value in ORIGIN + number * STEP]
-    item.RescaleSlope, item.RescaleIntercept = 2, -100
+    item.ImagePositionPatient = [round(float(value), 4) for value in ORIGIN + number * step]
+    item.RescaleSlope, item.RescaleIntercept = slope, -100
     item.PixelData = ((plane + 100) // 2).astype("<i2").tobytes()
     pydicom.dcmwrite(path, item, enforce_file_format=True)
 
@@ -146,6 +146,20 @@ def test_what_is_no_whole_volume_is_one_sentence(tmp_path, volume):
     write_slice(folder / "IM000", volume[:, :5, 0].T, 0)
     with pytest.raises(InputError, match="turned: the slices have several sizes or directions"):
         read_header(folder)
+    folder = write_series(tmp_path / "cine", volume, step=0 * STEP)
+    with pytest.raises(InputError, match="cine: all slices lie at one place"):
+        read_header(folder)
+
+
+def test_slices_with_scales_of_their_own(tmp_path, volume):
+    """As in PET. ITK takes the number type of the first slice for all: values were wrapped or cut to whole numbers."""
+    folder, wanted = tmp_path / "pet", []
+    folder.mkdir()
+    for number, slope in enumerate([1, 2.5, 0.25, 40.0, 3, 1][:volume.shape[2]]):
+        write_slice(folder / f"IM{number:03d}", volume[:, :, number].T, number, slope=slope)
+        wanted.append((volume[:, :, number] + 100) // 2 * slope - 100)
+    found = read_volume(folder)[0]
+    assert np.array_equal(found, np.float32(np.stack(wanted, 2))) and (found % 1).any()
 
 
 def test_without_simpleitk_a_sentence_says_what_to_install(tmp_path, volume, monkeypatch):

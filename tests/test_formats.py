@@ -113,6 +113,31 @@ def test_other_voxels_beside_a_header_are_noticed(tmp_path, suffix, compressed):
     assert after[0][0] == before[0][0] and after[0] != before[0] and after[1] != before[1]
 
 
+@pytest.mark.parametrize("suffix, word", [(".mhd", "ElementDataFile = "), (".nhdr", "data file: ")])
+def test_so_are_voxels_of_another_name(tmp_path, suffix, word):
+    header, voxels = tmp_path / f"v{suffix}", tmp_path / "other voxels.raw"
+    sitk.WriteImage(formats.itk_image(sitk, numbers(), OBLIQUE), str(header))
+    [own] = set(tmp_path.iterdir()) - {header}
+    own.rename(voxels)
+    header.write_text(header.read_text().replace(word + own.name, word + voxels.name))
+    assert np.array_equal(read_volume(header)[0], numbers()) and formats.parts_of(header) == sorted([header, voxels])
+    before = formats.digest(header)
+    voxels.write_bytes(voxels.read_bytes()[::-1])
+    assert formats.digest(header) != before
+
+
+@pytest.mark.parametrize("line, other", [(b"ElementSpacing = ", b"ElementSpacing = 1 1 0"),
+                                         (b"DimSize = ", b"DimSize = 33000 2 3")])
+def test_a_header_that_no_nifti_header_can_hold_is_one_sentence(tmp_path, line, other):
+    """nibabel's error ended a whole list, or the preparation of all volumes."""
+    path = tmp_path / "v.mha"
+    sitk.WriteImage(sitk.GetImageFromArray(np.zeros((3, 2, 33000), np.uint8)), str(path))
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join(other if each.startswith(line) else each for each in lines))
+    with refused("v.mha", "(no usable position or size|not readable)"):
+        read_header(path)
+
+
 @pytest.mark.parametrize("suffix", OTHERS)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.float32, np.float64, bool])
 def test_number_types(tmp_path, suffix, dtype):

@@ -171,6 +171,7 @@ def test_lists_that_are_none_are_one_sentence(data, tmp_path, capsys, monkeypatc
     ("pairs.json", '[{"fixed": "a.nii", "fixed": "b.nii", "moving": "c.nii"}]', "fixed stands twice in one object"),
     ("pairs.csv", "fixed,moving,Fixed\na.nii,c.nii,b.nii\n", 'the header has the column "fixed" twice'),
     ("pairs.csv", "fixed,moving\na.nii,c.n\0i\n", "the text contains zero bytes"),
+    ("pairs.csv", "fixed,moving,fixed_masks,age\na.nii,c.nii,m.nii,7\n", "unknown column fixed_masks; the columns of"),
     ("pairs.json", '[{"fixed": "a.nii", "moving": "c.n\\u0000i"}]', "not a path; correct it")])
 def test_names_that_stand_twice_and_zero_bytes_are_refused(tmp_path, name, text, said):
     (tmp_path / name).write_text(text)

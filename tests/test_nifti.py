@@ -529,6 +529,30 @@ def test_two_matrices_that_differ_none_and_a_sheared_one_are_told(tmp_path):
     assert len(said) == 1 and "differ by up to 8.0 mm" in said[0] and apart == pytest.approx(8, abs=0.01)
     said, _ = placed("none.nii.gz", OBLIQUE, OBLIQUE, (0, 0))
     assert len(said) == 1 and "its header gives no position" in said[0]
+    image = nibabel.Nifti1Image(noise(), np.diag([1, 2, 3, 1]))
+    image.set_qform(None, 0)
+    image.header["pixdim"][1] = 1.5  # as after an edit of pixdim alone
+    nibabel.save(image, tmp_path / "zooms.nii.gz")
+    said = placement_doubts(tmp_path / "zooms.nii.gz")
+    assert len(said) == 1 and "sform measure 1 x 2 x 3, those of its pixdim 1.5 x 2 x 3" in said[0]
+
+
+def test_a_header_is_not_read_as_voxels(tmp_path):
+    path = save(tmp_path / "v.nii", noise())
+    content = bytearray(path.read_bytes())
+    content[108:112] = bytes(4)  # vox_offset
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="v.nii: its vox_offset 0 lies within the header"):
+        read_volume(path)
+
+
+def test_a_pair_of_files_in_micrometres_and_an_axis_beyond_32767(tmp_path):
+    image = nibabel.Nifti1Pair(noise(), np.diag([1000.0, 2000, 3000, 1]))
+    image.header.set_xyzt_units("micron")
+    nibabel.save(image, tmp_path / "v.img")
+    assert np.allclose(read_source(nibabel.load(tmp_path / "v.img"), "v").affine, np.diag([1, 2, 3, 1]))
+    write_volume(tmp_path / "long.nii.gz", np.ones((33000, 4), np.uint8), np.eye(4))
+    assert nibabel.load(tmp_path / "long.nii.gz").shape == (33000, 4, 1)
 
 
 def test_a_sheared_volume_is_written_with_its_sform_alone(tmp_path):

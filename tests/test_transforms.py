@@ -144,7 +144,8 @@ def test_nitransforms_writes_what_we_read(tmp_path, pair, suffix, program, movin
     ("none.mat", None, "no such file"), ("a.mat", b"\0\1 no", "neither an ITK matrix nor an FSL matrix"),
     ("a.lta", b"type = 1\n", "not a readable .lta file"),
     ("a.lta", b"type = 14\n1 4 4\n" + b"1 0 0 0\n" * 4, "this .lta has type 14"),
-    ("a.xfm", b"1 2 3", "a matrix ends in .mat"), ("a.txt", b"0 " * 16, "cannot be inverted"),
+    ("a.xfm", b"1 2 3", "a matrix ends in .mat"), ("a.mat", b"0 " * 16, "cannot be inverted"),
+    ("a.txt", b"1 0 0 0\n0 1 0 0\n0 0 1 0\n0 0 0 1\n", "sixteen numbers do not say whose matrix"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: BSplineTransform_double_3_3\nParameters: 1\n"
      b"FixedParameters: 0 0 0\n", "is not an affine matrix"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: AffineTransform_double_3_3\nParameters: 1 x\n",
@@ -338,3 +339,16 @@ def test_ants_takes_our_files_as_they_are(far_apart, tmp_path, capsys):
     turned = register_from(far_apart / "turn.mat", far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz",
                            affine=False, refine=False).warped
     assert np.abs(np.load(tmp_path / "affine.mat.npy") - turned)[inside].max() < 1e-3 * np.ptp(warped)
+
+
+def test_a_field_of_itk_in_two_dimensions(tmp_path):
+    vectors = np.random.default_rng(0).normal(size=(9, 8, 2))
+    image = sitk.GetImageFromArray(vectors, isVector=True)
+    image.SetSpacing([1.5, 2.0])
+    sitk.WriteTransform(sitk.DisplacementFieldTransform(image), str(tmp_path / "p.h5"))
+    field, affine = read_any_field(tmp_path / "p.h5", 2)
+    assert field.shape == (2, 8, 9) and np.allclose(field[0].T, vectors[..., 0] / 1.5, atol=1e-5)
+    assert np.allclose(np.abs(affine[:2, :2]), np.diag([1.5, 2.0]))
+    with refused("q.h5", "not an ITK displacement field"):
+        sitk.WriteTransform(sitk.Euler3DTransform(), str(tmp_path / "q.h5"))
+        read_any_field(tmp_path / "q.h5")
