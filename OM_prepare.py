@@ -221,6 +221,7 @@ def prepare(folder, cfg, args):
             if content:
                 cache.check_settings(folder, content["settings"], cfg)
                 break
+    _, mark = cache.list_mark(cfg["data.root"])
     items = list_volumes(cfg["data.root"], cfg["data.subject_pattern"], cfg["data.channels"])
     if args.fresh:
         for name in cache.own_files(folder):
@@ -242,7 +243,7 @@ def prepare(folder, cfg, args):
         first = next(line for record in kept.values() for line in record["refused"])
         raise InputError(f"{cfg['data.root']}: none of the {len(items)} volumes can be used; the first, "
                          f"{first['reason']}")
-    manifest = cache.write_manifest(folder, cfg, kept)
+    manifest = cache.write_manifest(folder, cfg, kept, mark)
     remove_old(folder, {*manifest["files"], "manifest.json", "refused.csv"}, args.fresh or args.repair)
     report(folder, manifest, cfg, time.time() - started)
     return DONE

@@ -140,13 +140,13 @@ def pair_batches(run, pairs):
         # Negative positions: the draws of mode 3 must not be those of mode 1.
         rng_keys = [(cfg["run.seed"], run.progress.epoch, -1 - position) for position in positions.tolist()]
         deformation = run.ddpm.draw_pair_fields(images.shape[2:], rng_keys, device, cfg["augment.deform"])
-        both = augment(send(images, device), rng_keys, cfg, deformation)       # (2 B, C, *spatial)
+        both = augment(send(images, device), rng_keys, cfg, deformation, paired=True)      # (2 B, C, *spatial)
         batch = {"moving": both[0::2], "fixed": both[1::2]}                    # (B, C, *spatial) each
         if cfg["augment.remap"]:
             seen = remap_intensities(both, rng_keys, cfg)                                  # (2 B, C, *spatial)
             batch["seen"] = {"moving": seen[0::2], "fixed": seen[1::2]}        # (B, C, *spatial) each
         for kind, stored in maps.items():
-            both = augment_maps(send(stored, device), rng_keys, cfg, deformation)          # (2 B, 1, *spatial)
+            both = augment_maps(send(stored, device), rng_keys, cfg, deformation, paired=True)  # (2 B, 1, *spatial)
             batch[kind] = {"moving": both[0::2], "fixed": both[1::2]}          # (B, 1, *spatial) each
         if "label" in maps:
             has = maps["label"].flatten(1)[:, 0] != NO_LABELS                  # (2 B,), on the host: no device sync
@@ -166,7 +166,7 @@ def set_up(cfg, args, ranks, folder):
     # Gradients of a softmax are full of subnormal numbers, with which Intel's CPUs compute a hundred times more slowly.
     torch.set_flush_denormal(True)
     watchdog.phase("data set")
-    dataset, held_out, listed = read_datasets(cfg, ranks=ranks)
+    dataset, held_out, listed = read_datasets(cfg, ranks=ranks, inputs={mode.data for mode in modes_of(cfg, MODES)})
     split = split_step(cfg, ranks.world_size, ranks.step)
     watchdog.phase("join")
     launch.join(ranks, device, cfg)
@@ -179,6 +179,10 @@ def set_up(cfg, args, ranks, folder):
             and not began_with(folder, args.init_from)):  # else the command of the run's first launch, given again
         raise InputError(f"--init-from: {folder} has checkpoints already; leave --init-from out to continue that "
                          f"run, or add --fresh to start a new one from {args.init_from}.")
+    if cfg["model.structures"] and not cfg["loss.segment"] and not newest and not args.init_from:
+        raise InputError(f"model.structures is {cfg['model.structures']}, but loss.segment is 0, so nothing teaches "
+                         "this new network to segment: give loss.segment and loss.dice a value above 0, set "
+                         "model.structures to 0, or begin from a network that segments (--init-from).")
     start = newest or (find_checkpoint(args.init_from) if args.init_from else None)
     place = "cpu" if cfg["run.strategy"] == "fsdp" else device  # with fsdp no device ever holds the whole network
     content = patiently(lambda: load_state(start, place), training_state.READ_AGAIN_S, start) if start else None
@@ -407,6 +411,7 @@ def train(cfg, args, ranks, folder):
     """Set up, continue or start, and train to the last epoch. Returns the exit code."""
     run = set_up(cfg, args, ranks, folder)
     cfg, progress, split, is_main = run.cfg, run.progress, run.split, ranks.rank == 0
+    inputs = {mode.data for mode in run.modes}
     if is_main:
         training_state.announce(run)
     profile, pace = new_profile(args.profile, progress.step, ranks.rank, folder, run.device), new_pace()
@@ -420,12 +425,13 @@ def train(cfg, args, ranks, folder):
             launch.refresh(ranks, run.device, cfg)
             run.model = optim.wrap(run.net, ranks, run.device, run.gradients, cfg)
         began, first_step = time.monotonic(), progress.step_in_epoch
-        steps = first_step + steps_left(cfg, len(run.dataset), run.listed, split, progress.samples, progress.pairs)
+        steps = first_step + steps_left(cfg, len(run.dataset), run.listed, split, progress.samples, progress.pairs,
+                                        inputs)
         bar, below = progress_bars(cfg, progress, steps, is_main)
         watchdog.new_step(progress.step, "epoch")
         with bar, below:
             for volumes, pairs in epoch_batches(cfg, run.dataset, run.listed, progress, split, ranks,
-                                                draw=run.ddpm.draw):
+                                                run.ddpm.draw, inputs):
                 steps_here += 1
                 done = (progress.epoch * steps + progress.step_in_epoch) / (steps * cfg["run.epochs"])
                 lr = optim.learning_rate(cfg, progress.step, done)
@@ -484,8 +490,9 @@ def train(cfg, args, ranks, folder):
             writer.flush(run.curves)
 
         begin_epoch(progress, epoch + 1, run.terms)
-        best = validation.best_by(scores, any(mode.name == "registration" for mode in run.modes))
+        best = validation.best_by(scores, [mode.name for mode in run.modes])
         name = checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"])
+        best = best and (*best, validation.measured_on(cfg, run.held_out))
         training_state.save(run, name, metrics=scores or None, best=best)
 
         # After the save: a failing picture must not lose the epoch.
@@ -495,7 +502,7 @@ def train(cfg, args, ranks, folder):
             if run.curves and picture:
                 from Diffusion.figures import registration_figure  # matplotlib would slow the start of every rank
                 writer.add_figure(run.curves, "registration",
-                                  registration_figure(*picture, title=f"epoch {epoch + 1}"), progress.step)
+                                  registration_figure(*picture, title=f"epoch {epoch + 1}"), progress.step - 1)
                 writer.flush(run.curves)
 
     # Wait for the last write, leave the process group, and report the outcome.

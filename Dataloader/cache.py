@@ -6,7 +6,8 @@
     volumes_00000.json source files, headers and grids of the volumes; written last: a part exists when this file does
     plan.json          the parts that will be made, until OM_prepare.py is done
     refused.csv        which volumes are left out, and why
-    manifest.json      settings, volumes, size and SHA-256 of every file; written last: without it a cache is incomplete
+    manifest.json      settings, volumes, size and SHA-256 of every file, SHA-256 of the data list; written last:
+                       without it a cache is incomplete
     .readers           every training that reads the cache holds a shared lock on it
 
 Every file is written under a temporary name, flushed and renamed. OM_prepare.py writes, everything else only reads.
@@ -28,11 +29,12 @@ from pathlib import Path
 
 import numpy as np
 
+from Dataloader.datalist import list_file
 from Dataloader.formats import size_and_time
 from Dataloader.prepare import KINDS, describe, on_grid
 from Dataloader.staging import damaged, file_sizes, lock_at_once, stage
 from Runtime.errors import InputError
-from Runtime.files import write_file
+from Runtime.files import sha256, write_file
 
 FORMAT = 1
 SETTINGS = ("data.name", "data.root", "model.dims", "data.img_size", "data.spacing_mm", "data.crop_above",
@@ -71,6 +73,15 @@ def encode(image, dtype):
 def decode(image):
     """The inverse of `encode`: a stored array as float32 intensities 0 .. 1."""
     return image.astype(np.float32) * np.float32(1 / 255) if image.dtype == np.uint8 else image.astype(np.float32)
+
+
+def list_mark(root):
+    """(Path, SHA-256) of the list that data.root names or contains; (None, "") if there is none that can be read."""
+    try:
+        path = list_file(Path(root))
+        return path, sha256(path) if path else ""
+    except OSError:  # such as a data folder that only those who prepare may enter
+        return None, ""
 
 
 def entry(item, root):
@@ -200,8 +211,11 @@ def write_bytes(folder, name, data):
     return [len(data), hashlib.sha256(data).hexdigest()]
 
 
-def write_manifest(folder, cfg, groups):
-    """Write the manifest of a complete cache, and return it. groups: {number: record of `write_group` or `plan`}."""
+def write_manifest(folder, cfg, groups, mark):
+    """Write the manifest of a complete cache, and return it.
+
+    groups: {number: record of `write_group` or `plan`}. mark: SHA-256 of `list_mark`, from before the list was read.
+    """
     volumes, refused, files = [], [], {}
     for number, record in sorted(groups.items()):
         name = f"volumes_{number:05d}.json"
@@ -215,8 +229,8 @@ def write_manifest(folder, cfg, groups):
         # A record's words may have changed. It is written only now, because the old manifest needs the old record.
         if (Path(folder) / name).read_bytes() != data:
             write_bytes(folder, name, data)
-    manifest = {"settings": settings(cfg), "subject_pattern": cfg["data.subject_pattern"], "volumes": sorted(volumes),
-                "refused": sorted(refused), "files": files}
+    manifest = {"settings": settings(cfg), "subject_pattern": cfg["data.subject_pattern"], "list": mark,
+                "volumes": sorted(volumes), "refused": sorted(refused), "files": files}
     write_json(folder, "manifest.json", manifest)
     return manifest
 
@@ -387,6 +401,10 @@ def open_cache(folder, cfg, ranks=None):
             raise InputError(f"data.cache {folder} was made with data.subject_pattern \"{pattern}\" (the config says "
                              f"\"{cfg['data.subject_pattern']}\"); run OM_prepare.py with this config, which reads no "
                              "volume again for that.")
+        path, mark = list_mark(cfg["data.root"])
+        if path and mark != manifest.get("list", mark):  # caches of earlier versions have no mark
+            raise InputError(f"the list {path} has changed since data.cache {folder} was made; run OM_prepare.py with "
+                             "this config, which reads no volume again for new subjects, modalities or splits.")
         if staged:
             folder, lock = stage(folder, manifest, cfg["data.stage"], show), None
         elif ranks and cfg["data.verify"]:

@@ -291,7 +291,8 @@ def read_pairs(path, items):
     path: of a list of {"fixed", "moving"}, or of an object with such a list under one of PAIR_KEYS. The values are ids,
     or paths that are reduced to their id. items: from `read_datalist`.
     Returns: list of (moving index, fixed index) into items.
-    Raises InputError for an unreadable or empty list and for an id that is not in items.
+    Raises InputError for an unreadable or empty list, for an id that is not in items, and for a volume that is paired
+    with itself.
     """
     path = Path(path)
     if not path.is_file():
@@ -302,7 +303,12 @@ def read_pairs(path, items):
     if not isinstance(pairs, list) or not pairs:
         raise InputError(f"{path}: no pairs found; give a list of fixed/moving entries, or one under {PAIR_KEYS[0]}.")
     index = {item["id"]: number for number, item in enumerate(items)}
-    return [(_lookup(path, pair, "moving", index), _lookup(path, pair, "fixed", index)) for pair in pairs]
+    found = [(_lookup(path, pair, "moving", index), _lookup(path, pair, "fixed", index)) for pair in pairs]
+    alone = next((moving for moving, fixed in found if moving == fixed), None)
+    if alone is not None:
+        raise InputError(f"{path}: {items[alone]['id']} is paired with itself, which teaches nothing; drop the pair or "
+                         "correct it.")
+    return found
 
 
 def volume_id(path):
@@ -353,15 +359,25 @@ def _read_text(path):
         raise InputError(f"{path}: the list cannot be read ({error.strerror}); correct its permissions.") from error
 
 
+def list_file(root):
+    """The list that data.root names or contains: a Path; None if there is none. root: a Path.
+
+    Raises InputError for a folder with two lists.
+    """
+    if not root.is_dir():
+        return root if root.is_file() else None
+    # Learn2Reg names its list after the task: OASIS_dataset.json.
+    lists = [root / "dataset.json"] if (root / "dataset.json").is_file() else sorted(root.glob("*_dataset.json"))
+    if len(lists) > 1:
+        raise InputError(f"{root}: the folder has two lists, {lists[0].name} and {lists[1].name}; give one of "
+                         "these files instead of the folder.")
+    return lists[0] if lists else None
+
+
 def _read_items(root, channels):
     if root.is_dir():
-        # Learn2Reg names its list after the task: OASIS_dataset.json.
-        lists = [root / "dataset.json"] if (root / "dataset.json").is_file() else sorted(root.glob("*_dataset.json"))
-        if len(lists) > 1:
-            raise InputError(f"{root}: the folder has two lists, {lists[0].name} and {lists[1].name}; give one of "
-                             "these files instead of the folder.")
-        images = root / "imagesTr" if (root / "imagesTr").is_dir() else root
-        return _from_json(lists[0]) if lists else _from_paths(root, _volumes_under(images), channels)
+        path, images = list_file(root), root / "imagesTr" if (root / "imagesTr").is_dir() else root
+        return _from_json(path) if path else _from_paths(root, _volumes_under(images), channels)
     if not root.exists():  # a pattern
         paths = [Path(path) for path in sorted(glob.glob(str(root), recursive=True)) if ends_in(path, SUFFIXES)]
         return _from_paths(_above_pattern(root), [path for path in paths if path.is_file()], channels)

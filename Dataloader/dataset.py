@@ -20,7 +20,16 @@ from Dataloader.cache import Rows, open_cache, settings
 from Dataloader.datalist import list_volumes, read_pairs, read_ranges, select, split_volumes, subject_key
 from Dataloader.nifti import read_header
 from Dataloader.prepare import KINDS, on_grid
-from Dataloader.sampler import batches, epoch_order, epoch_pair_count, epoch_pairs, pair_rule, steps_left, with_labelled
+from Dataloader.sampler import (
+    INPUTS,
+    batches,
+    epoch_order,
+    epoch_pair_count,
+    epoch_pairs,
+    pair_rule,
+    steps_left,
+    with_labelled,
+)
 from Runtime import watchdog
 from Runtime.device import UNFIT
 from Runtime.errors import InputError
@@ -249,30 +258,34 @@ def end_workers():
         worker.kill()
 
 
-def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
+def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None, inputs=INPUTS):
     """The batches of one rank from here to the end of the epoch.
 
     dataset: the training set. listed: pairs, or None. progress: epoch, samples and pairs done. split: from
     `split_step`. draw: a function of the rng keys of a batch of volumes, for slow draws; a thread may call it early.
+    inputs: as in `steps_left`; of others the lists are empty, and nothing is read or drawn.
     Returns: iterator over steps of (volumes, pairs), two lists of batches (images as stored, positions, subjects, x).
     For volumes, x is the result of `draw` or None; for pairs, the maps that `make_loader` yields. In a batch of
     pairs, moving and fixed alternate.
     """
     seed, epoch = cfg["run.seed"], progress.epoch
     rank, world_size = ranks.rank, ranks.world_size
-    order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
-    volumes = batches(order, split.samples, split.sample_batch, progress.samples, rank, world_size)
-    count = epoch_pair_count(cfg, len(dataset), listed, split)
-    drawn_pairs = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
-    if dataset.labelled:
-        drawn_pairs = with_labelled(drawn_pairs, cfg, epoch, **dataset.labelled)
-    pairs = []
-    for batch in batches(drawn_pairs, split.pairs, split.pair_batch, progress.pairs, rank, world_size):
-        pairs.append([(2 * position + side, pair[side], "pair") for position, pair in batch for side in (0, 1)])
-    sample_batches, pair_batches = split.sample_batches, split.pair_batches
+    volumes, pairs, sample_batches, pair_batches = [], [], 0, 0
+    if "volumes" in inputs:
+        order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
+        sample_batches = split.sample_batches
+        volumes = batches(order, split.samples, split.sample_batch, progress.samples, rank, world_size)
+    if "pairs" in inputs:
+        count = epoch_pair_count(cfg, len(dataset), listed, split, progress.samples, progress.pairs)
+        drawn_pairs = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
+        if dataset.labelled:
+            drawn_pairs = with_labelled(drawn_pairs, cfg, epoch, **dataset.labelled)
+        pair_batches = split.pair_batches
+        for batch in batches(drawn_pairs, split.pairs, split.pair_batch, progress.pairs, rank, world_size):
+            pairs.append([(2 * position + side, pair[side], "pair") for position, pair in batch for side in (0, 1)])
     # One list, in the order of the steps, so that one set of workers reads both.
     in_order = []
-    for step in range(steps_left(cfg, len(dataset), listed, split, progress.samples, progress.pairs)):
+    for step in range(steps_left(cfg, len(dataset), listed, split, progress.samples, progress.pairs, inputs)):
         in_order += volumes[step * sample_batches:(step + 1) * sample_batches]
         in_order += pairs[step * pair_batches:(step + 1) * pair_batches]
     if dataset.loader is None:
@@ -298,11 +311,12 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
 # From a config to data sets
 # ---------------------------------------------------------------------------------------------------------------------
 
-def read_datasets(cfg, headers_only=False, ranks=ALONE):
+def read_datasets(cfg, headers_only=False, ranks=ALONE, inputs=INPUTS):
     """The data sets of a config: from the cache of data.cache, else from the files of data.root.
 
     headers_only: read the lists but no volumes; do not lock, check or copy the cache. ranks: of the training; rank 0
-    draws the progress bars, and each rank checks a part of the cache.
+    draws the progress bars, and each rank checks a part of the cache. inputs: as in `steps_left`; without pairs, what
+    only these need is neither read nor required.
     Returns: training VolumeDataset, whose found_labels, if loss.dice is used, are those in this rank's part of the
     label maps; validation VolumeDataset, maybe empty; the listed training pairs or None.
     Raises InputError if a folder is missing, if the cache is incomplete or was made with other settings, if there are
@@ -316,18 +330,20 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
         cache = open_cache(root, cfg, None if headers_only else ranks)
     items = cache["items"] if cache else list_volumes(root, cfg["data.subject_pattern"], cfg["data.channels"])
     train, val = split_volumes(root, items, cfg)
-    require_usable(root, train, val, cfg, cache)
+    paired = "pairs" in inputs
+    require_usable(root, train, val, cfg, cache, paired)
     if cfg["loss.dice"]:
         train = with_usable_labels(root, train, cfg)
-    if cfg["registration.masks"] and not any(item["mask"] for item in train):
+    if paired and cfg["registration.masks"] and not any(item["mask"] for item in train):
         raise InputError(f"{root}: registration.masks is true, but none of {len(train)} training volumes has a "
                          "mask: name masks in the data list (and run OM_prepare.py again if you use a cache), or "
                          "set registration.masks to false.")
-    rule = pair_rule(cfg, train)
-    listed = read_pairs(cfg["data.pair_list"], train) if cfg["data.pair_list"] else None
+    rule = pair_rule(cfg, train) if paired else None
+    listed = read_pairs(cfg["data.pair_list"], train) if paired and cfg["data.pair_list"] else None
     source = {"cache": cache, "cfg": cfg, "in_memory": cfg["data.in_memory"] and not headers_only,
               "show": ranks.rank == 0}
-    train_set = make_dataset(train, rule, "training volumes", ("image", *wanted_maps(cfg)), **source)
+    kinds = ("image", *(wanted_maps(cfg) if paired else ()))
+    train_set = make_dataset(train, rule, "training volumes", kinds, **source)
     train_set.labelled = labelled_volumes(train, cfg)
     if cfg["loss.dice"] and not headers_only:
         train_set.found_labels = find_labels(train_set, ranks, cfg)
@@ -340,8 +356,11 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
     return train_set, val_set, listed
 
 
-def require_usable(root, train, val, cfg, cache):
-    """Raises InputError for too few volumes, a subject in both sets, or, without a cache, an unusable first file."""
+def require_usable(root, train, val, cfg, cache, paired):
+    """Raises InputError for too few volumes, a subject in both sets, or, without a cache, an unusable first file.
+
+    paired: whether a mode takes pairs of training volumes.
+    """
     if len(train) < cfg["data.expect_samples"]:
         refused = f" ({len(cache['refused'])} were refused when it was prepared)" if cache and cache["refused"] else ""
         held = f" ({len(val)} more are held out)" if val else ""
@@ -353,10 +372,9 @@ def require_usable(root, train, val, cfg, cache):
         raise InputError(f"{root}: {shared[0]} is in the training set and in that of data.val_ids or of the list's "
                          "validation; held-out subjects must be held out: narrow data.train_ids or data.val_ids, or "
                          "correct the list.")
-    if len(train) < 2:
-        few = "one training volume is" if train else "no training volumes are"
-        raise InputError(f"{root}: {few} not enough, because mode 3 needs pairs; add volumes, widen data.train_ids "
-                         "or lower data.val_fraction.")
+    if len(train) < (2 if paired else 1):
+        few = "one training volume is not enough, because mode 3 needs pairs" if train else "no training volume is left"
+        raise InputError(f"{root}: {few}; add volumes, widen data.train_ids or lower data.val_fraction.")
     for items in (train, val):
         if items and not cache:
             read_header(items[0]["image"], cfg["model.dims"], cfg["data.channels"])
@@ -410,7 +428,7 @@ def labels_in(dataset, numbers, cfg):
     for number in numbers:
         watchdog.goes_on()
         found.update(np.unique(dataset.labels[number]).tolist())
-    return [label for label in sorted(found) if any(label in span for span in spans)]
+    return [label for label in sorted(found) if label > 0 and any(label in span for span in spans)]
 
 
 def make_dataset(items, rule, what, kinds, cache, cfg, in_memory, show):

@@ -77,7 +77,7 @@ def compare_data(before, now, path):
     before, now: from `describe_data`. path: of the checkpoint.
     Returns: whether the order of the training volumes has changed; sentences about the changes.
     Raises InputError if fewer than half of the volumes have the same id and size (another data set with the same name),
-    or if a subject that was trained on is now held out (its scores would be too good).
+    or if a subject or volume that was trained on is now held out (its scores would be too good).
     """
     name = json.loads(before)["name"]
     old, new = by_id(before), by_id(now)
@@ -86,8 +86,11 @@ def compare_data(before, now, path):
         raise InputError(f"{path} was trained on different data with the same name {name}: of its {len(old)} "
                          f"volumes, {len(same)} are among the {len(new)} of this data set; give this data set its "
                          "own data.name, or start a new run with --fresh.")
-    trained = {row["subject"] for row in old.values() if row["split"] == "train"}
-    moved = sorted({row["subject"] for row in new.values() if row["split"] == "val"} & trained)
+    trained, held_out = ([row for row in rows.values() if row["split"] == split]
+                         for rows, split in ((old, "train"), (new, "val")))
+    # By subjects, else by volumes: they may have other subjects now.
+    moved = sorted({row["subject"] for row in held_out} & {row["subject"] for row in trained}
+                   or {row["id"] for row in held_out} & {row["id"] for row in trained})
     if moved:
         raise InputError(f"{path} was trained on {some(moved)}, which would now be held out for validation: set the "
                          "data.* keys or the list back (data.val_fraction=0 if none was held out), or start a new run "

@@ -209,8 +209,8 @@ def open_nifti(path):
     if not isinstance(image, nibabel.Nifti1Image):
         raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it to .nii.gz.")
     if image.dataobj.offset < image.header.single_vox_offset:
-        raise InputError(f"{path}: its vox_offset {image.dataobj.offset} lies within the header, which would be read as "
-                         "voxels; export the file again.")
+        raise InputError(f"{path}: its vox_offset {image.dataobj.offset} lies within the header, which would be read "
+                         "as voxels; export the file again.")
     _require_place_codes(path, image)
     if not ends_in(path, ".gz"):
         _require_bytes(path, image, path.stat().st_size)

@@ -5,6 +5,8 @@ import torch
 from Runtime.errors import InputError
 from Runtime.keyed_random import generator
 
+INPUTS = ("volumes", "pairs")  # what a step may take, see Mode in OM_train_3modes.py
+
 
 def epoch_order(seed, epoch, volumes, repeats=1):
     """Volume index at each position of an epoch: `repeats` shuffles, one after the other. Returns: list of ints."""
@@ -106,23 +108,26 @@ def _permitted(volumes, rule, moving):
     return np.flatnonzero(permitted)
 
 
-def epoch_pair_count(cfg, volumes, listed, split):
+def epoch_pair_count(cfg, volumes, listed, split, samples=0, pairs=0):
     """Number of pairs in an epoch: the listed ones, else data.pairs, else enough for the steps of mode 1.
 
-    volumes: their number. listed: pairs or None. split: of `split_step`.
+    volumes: their number. listed: pairs or None. split: of `split_step`. samples, pairs: how many of this epoch are
+    done, maybe by another split.
     """
-    steps = -(-volumes * cfg["data.repeats"] // split.samples)
-    return len(listed) if listed else cfg["data.pairs"] or steps * split.pairs
+    steps = max(-(-(volumes * cfg["data.repeats"] - samples) // split.samples), 0)
+    return len(listed) if listed else cfg["data.pairs"] or pairs + steps * split.pairs
 
 
-def steps_left(cfg, volumes, listed, split, samples=0, pairs=0):
+def steps_left(cfg, volumes, listed, split, samples=0, pairs=0, inputs=INPUTS):
     """Steps to the end of an epoch: until its samples or its pairs are used up, whichever is first.
 
-    samples, pairs: how many of this epoch are done. Other arguments as in `epoch_pair_count`.
+    inputs: those of INPUTS that the modes of the training take; only these count. Other arguments as in
+    `epoch_pair_count`.
     """
-    samples_left = volumes * cfg["data.repeats"] - samples
-    pairs_left = epoch_pair_count(cfg, volumes, listed, split) - pairs
-    return max(min(-(-samples_left // split.samples), -(-pairs_left // split.pairs)), 0)
+    pairs_left = epoch_pair_count(cfg, volumes, listed, split, samples, pairs) - pairs
+    left = {"volumes": -(-(volumes * cfg["data.repeats"] - samples) // split.samples),
+            "pairs": -(-pairs_left // split.pairs)}
+    return max(min(left[name] for name in inputs), 0)
 
 
 def batches(order, total, batchsize, first=0, rank=0, world_size=1):

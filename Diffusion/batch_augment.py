@@ -14,11 +14,12 @@ REMAP_PIECES = 8  # most linear pieces of a random function of intensity
 REMAP_BINS = 64  # knots of its lookup table
 
 
-def random_affine(rng_keys, dims, size, cfg):
+def random_affine(rng_keys, dims, size, cfg, paired=False):
     """Random affine maps about the image centre: scaling, then rotation, then shift; some flipped along the first axis.
 
     rng_keys: B tuples (seed, epoch, sample). size: voxels per side. cfg: augment.rotation (degrees), .scaling, .shift
-    (fractions) and .flip (probability).
+    (fractions) and .flip (probability). paired: moving and fixed volumes alternate, and both of a pair are flipped or
+    neither, because no deformation undoes a reflection.
     Returns: (B, dims, dims + 1), linear part and shift in voxels, as `affine_field` takes it.
     """
     numbers = uniform(rng_keys, "affine", 3 * 3 + 1) * 2 - 1
@@ -36,6 +37,8 @@ def random_affine(rng_keys, dims, size, cfg):
         turn[:, j, i] = sin
         linear = turn @ linear
     flipped = (numbers[:, 9] + 1) / 2 < cfg["augment.flip"]
+    if paired:
+        flipped = flipped[0::2].repeat_interleave(2)
     linear[flipped, :, 0] *= -1
     return torch.cat([linear, shift[:, :, None]], dim=2)
 
@@ -82,33 +85,34 @@ def noise(rng_key, purpose, size, device="cpu"):
     return values.view(-1)[:count].view(size)
 
 
-def _moved(volumes, rng_keys, cfg, deformation, mode="bilinear"):
+def _moved(volumes, rng_keys, cfg, deformation, paired, mode="bilinear"):
     """Volumes (B, C, *spatial) float32, warped by the random affine maps of their keys, then by the deformation.
 
-    deformation: (B, N, *spatial) in voxels or None. mode: of `warp`. Both are composed into one field, so volumes are
-    interpolated only once; without either, they are returned unchanged.
+    deformation: (B, N, *spatial) in voxels or None. paired: of `random_affine`. mode: of `warp`. Both are composed into
+    one field, so volumes are interpolated only once; without either, they are returned unchanged.
     """
     affine = any(cfg[f"augment.{name}"] for name in ("rotation", "scaling", "shift", "flip"))
     if not affine and deformation is None:
         return volumes
     size = volumes.shape[2:]
-    field = affine_field(send(random_affine(rng_keys, len(size), size, cfg), volumes.device), size)
+    field = affine_field(send(random_affine(rng_keys, len(size), size, cfg, paired), volumes.device), size)
     if deformation is not None:
         field = compose(first=field, then=deformation)
     return warp(volumes, field, mode, padding="border")
 
 
-def augment(images, rng_keys, cfg, deformation=None):
+def augment(images, rng_keys, cfg, deformation=None, paired=False):
     """Copies of a batch with random affine maps, gamma, contrast, brightness and noise; disabled ones cost nothing.
 
     After the affine, intensities v become v ^ exp(+-gamma), then 0.5 + (v - 0.5) exp(+-contrast) +- brightness, then
     noise is added. They may leave [0, 1].
     images: (B, C, *spatial) as stored, on any device; unchanged. rng_keys: B tuples (seed, epoch, sample).
     deformation: (B, N, *spatial) in voxels, from DeformDDPM.draw_pair_fields, to warp by after the affine map; or None.
+    paired: whether moving and fixed volumes alternate, see `random_affine`.
     Returns: (B, C, *spatial) float32; `images` itself if they are float32 and all augment.* keys are 0.
     """
     images = as_float(images)
-    moved = _moved(images, rng_keys, cfg, deformation)
+    moved = _moved(images, rng_keys, cfg, deformation, paired)
     if not any(cfg[f"augment.{name}"] for name in ("gamma", "contrast", "brightness", "noise")):
         return moved
     moved = moved.clone() if moved is images else moved  # what follows is in place
@@ -135,13 +139,13 @@ def augment(images, rng_keys, cfg, deformation=None):
     return moved
 
 
-def augment_maps(maps, rng_keys, cfg, deformation=None):
+def augment_maps(maps, rng_keys, cfg, deformation=None, paired=False):
     """Label maps or masks, warped by nearest neighbour as `augment` warps the images of the same keys.
 
-    maps: (B, 1, *spatial) whole numbers; not changed. deformation: as in `augment`.
+    maps: (B, 1, *spatial) whole numbers; not changed. deformation, paired: as in `augment`.
     Returns: (B, 1, *spatial) float32, with the same values.
     """
-    return _moved(maps.float(), rng_keys, cfg, deformation, mode="nearest")
+    return _moved(maps.float(), rng_keys, cfg, deformation, paired, mode="nearest")
 
 
 def _random_function(numbers):

@@ -104,9 +104,10 @@ def step_memory(costs, network, cfg):
     return copies * local_bytes(network.parameters()) + max(cost["peak"] for cost in costs.values())
 
 
-def training_volumes(cfg):
+def training_volumes(cfg, inputs):
     """Number of training volumes: counted in the cache, else in the files, else data.expect_samples.
 
+    inputs: what the modes of the training take, as in `steps_left`.
     Returns: number of volumes; listed pairs or None; the source of the number, as text; how many labels loss.dice would
     compare, counted in the first labelled volume, else 1.
     Raises InputError for data that exist but are refused, such as ids that select nothing.
@@ -115,7 +116,7 @@ def training_volumes(cfg):
     for place, source_cfg in ((cfg["data.cache"], cfg), (cfg["data.root"], {**cfg, "data.cache": ""})):
         if place:
             try:
-                dataset, _, listed = read_datasets(source_cfg, headers_only=True)
+                dataset, _, listed = read_datasets(source_cfg, headers_only=True, inputs=inputs)
                 labels = 1
                 if cfg["loss.dice"]:
                     first = next(number for number, item in enumerate(dataset.items) if item["label"])
@@ -189,10 +190,11 @@ def dry_run(cfg, world_size, modes):
     world_size: planned number of ranks. modes: MODES of the training script. Returns: the exit code.
     """
     size, word = "x".join(map(str, cfg["data.img_size"])), cfg["model.condition_type"]
-    volumes, listed, source, labels = training_volumes(cfg)
+    inputs = {mode.data for mode in modes_of(cfg, modes)}
+    volumes, listed, source, labels = training_volumes(cfg, inputs)
     split = split_step(cfg, world_size)
-    steps = steps_left(cfg, volumes, listed, split)
-    pairs = epoch_pair_count(cfg, volumes, listed, split)
+    steps = steps_left(cfg, volumes, listed, split, inputs=inputs)
+    pairs = epoch_pair_count(cfg, volumes, listed, split) if "pairs" in inputs else 0
     on_cpu = {**cfg, "run.amp": precision(cfg["run.amp"], torch.device("cpu"))}
     on_device = {**cfg, "run.amp": "bf16" if cfg["run.amp"] == "auto" else cfg["run.amp"]}
     net, costs = mode_costs(on_cpu, split.pair_batch, modes, None, labels)

@@ -141,11 +141,13 @@ def agree_on_precision(cfg, ranks, device, saved=None):
 def restore(run, content, path, continues):
     """Load the weights of a checkpoint and, if the run continues, its other content. Every rank calls this.
 
-    content: of the checkpoint at `path`. continues: True for the run's own checkpoint, False for --init-from. Adam's
-    moments and the average are loaded later, once they exist.
+    content: of the checkpoint at `path`. continues: True for the run's own checkpoint, False for --init-from, which
+    starts from the averaged weights, as all tools use them. Adam's moments and the average are loaded later, once they
+    exist.
     """
     changes = checkpoint.check_compatible(content, run.cfg, path)
-    checkpoint.load_weights(run.net, content, path)
+    weights = content["model"] if continues else content.get("ema") or content["model"]
+    checkpoint.load_weights(run.net, {"model": weights}, path)
     if continues:
         changes += compare_moments(content["optimizer"], [mode.name for mode in run.modes], run.cfg, path)
         try:
@@ -187,6 +189,9 @@ def announce(run):
     if cfg["loss.contrastive"] and len(set(run.dataset.subjects.tolist())) < 2:
         print("all training volumes are of one subject, so mode 2 has nobody to tell apart: its loss stays 0; set "
               "loss.contrastive to 0, or data.subject_pattern if these are several subjects")
+    if cfg["loss.segment"] and cfg["augment.flip"]:
+        print("augment.flip mirrors volumes, but their labels keep their values, so loss.segment also teaches to call "
+              "the left side right: set augment.flip to 0 if left and right have labels of their own")
     if held_out == 1:
         print("one validation volume makes no pair, so registration is not validated and no checkpoint can be the "
               "best: hold out two volumes (data.val_ids, data.val_fraction)")

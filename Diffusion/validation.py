@@ -1,12 +1,13 @@
 """Scores of a network on held-out volumes: recovery at fixed times, retrieval, and registration of fixed pairs."""
+import hashlib
 import itertools
+import json
 import math
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from Dataloader.sampler import epoch_pairs
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
 from Diffusion.losses import image_similarity, recovery_terms
@@ -14,10 +15,45 @@ from Diffusion.metrics import average, dice, folding_percent
 from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Runtime import agree, launch, watchdog
 from Runtime.device import autocast, send
+from Runtime.keyed_random import generator
 
 # Settings of val_imgsim, whatever window, scales and sign mode 3 uses, so that trainings with one
 # registration.similarity can be compared.
 VAL_IMGSIM = {"registration.window": 9, "registration.scales": 3, "registration.squared": True}
+
+# Besides the volumes and pairs, the keys on which scores depend and that a run may change where it resumes.
+MEASURED = ("run.seed", "run.val_pairs", "registration.rounds", "registration.symmetric", "registration.similarity")
+
+
+def validation_pairs(cfg, dataset):
+    """The pairs to score, the same in every epoch: run.val_pairs different ones, or all that are permitted.
+
+    Pairs of two volumes with labels come first, because Dice decides which checkpoint is the best. In a random
+    order, each volume is paired with the next one, then with the one after that, and so on, so that all serve about
+    equally often. dataset: of the held-out volumes. Returns: list of (moving, fixed) volume indices.
+    """
+    items, rule, pairs = dataset.items, dataset.rule, {}
+    order = torch.randperm(len(items), generator=generator(cfg["run.seed"], "pairs", -1)).numpy()
+    labelled = np.array([index for index in order if items[index]["label"]], dtype=int)
+    for moving, step in ((group, step) for group in (labelled, order) for step in range(1, len(group))):
+        fixed = np.roll(moving, -step)
+        permitted = np.ones(len(moving), bool)
+        for name, word in (("subject", rule["subjects"]), ("modality", rule["modalities"])) if rule else ():
+            if word != "any":
+                permitted &= (rule[name][moving] == rule[name][fixed]) == (word == "same")
+        pairs.update(dict.fromkeys(zip(moving[permitted].tolist(), fixed[permitted].tolist())))
+        if len(pairs) >= cfg["run.val_pairs"]:
+            break
+    return list(pairs)[:cfg["run.val_pairs"]]
+
+
+def measured_on(cfg, dataset):
+    """A short text that is the same for scores that can be compared: 16 hexadecimal digits.
+
+    dataset: of the held-out volumes.
+    """
+    described = [item["id"] for item in dataset.items], validation_pairs(cfg, dataset), [cfg[key] for key in MEASURED]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
 def cases_of_rank(count, ranks):
@@ -35,8 +71,11 @@ def retrieval(images, conditions, subjects):
     """Fraction of the images whose nearest condition, by cosine, is of their own subject.
 
     images, conditions: (n, E) embeddings; their means are subtracted, because mode 2 ignores what all have in common.
-    subjects: (n,), the subject of each. Returns: 0 .. 1; by chance about 1 / number of subjects.
+    subjects: (n,), the subject of each. Returns: 0 .. 1, by chance about 1 / number of subjects; None if there is only
+    one, whom every network would recognise.
     """
+    if len(subjects.unique()) < 2:
+        return None
     images, conditions = (F.normalize(one - one.mean(0), dim=1) for one in (images, conditions))
     return (subjects[(images @ conditions.T).argmax(1)] == subjects).double().mean().item()
 
@@ -46,12 +85,11 @@ def validate(run, dataset):
     """Scores on held-out volumes, computed by all ranks together, and the first pair for a picture.
 
     run: Run of Diffusion/training_state.py. Every rank calls this.
-    Returns: scores, a dict of val_ang (mean over times, -1 is perfect), val_retrieval (fraction of volumes, see
-    `retrieval`, at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean of
-    `image_similarity` with VAL_IMGSIM, 1 is perfect), val_folding (percent of voxels) and, with model.structures,
-    val_segment (Dice of the segmentation, None without labels); and moving, fixed, warped and field of pair 0, without
-    batch axis, None on ranks other than 0. A network that takes no condition cannot register: it has no picture and
-    only the score val_ang.
+    Returns: scores, a dict of val_ang (mean over times, -1 is perfect), val_retrieval (of `retrieval`, at the middle
+    time), val_dice and val_dice_before (None without labels), val_imgsim (mean of `image_similarity` with VAL_IMGSIM,
+    1 is perfect), val_folding (percent of voxels) and, with model.structures, val_segment (Dice of the segmentation,
+    None without labels); and moving, fixed, warped and field of pair 0, without batch axis, None on ranks other than
+    0. A network that takes no condition cannot register: it has no picture and only the score val_ang.
     """
     ranks, cfg = run.ranks, run.cfg
     run.net.eval()
@@ -73,15 +111,17 @@ def validate(run, dataset):
             **{name: average([score[name] for score in scores]) for name in scores[0]}}, picture
 
 
-def best_by(scores, registers):
+def best_by(scores, modes):
     """(metric, value) that decides the best checkpoint, higher is better; None if validation gave no finite value.
 
-    registers: whether the training has mode 3; if not, recovery decides.
+    modes: names of the modes that are trained. Without mode 3 recovery decides, and retrieval for mode 2 alone.
     """
     metric = "val_dice" if scores.get("val_dice") is not None else "val_imgsim"
     value = scores.get(metric)
-    if scores and not registers:
+    if scores and "registration" not in modes:
         metric, value = "-val_ang", -scores["val_ang"]
+    if scores and modes == ["contrastive"]:
+        metric, value = "val_retrieval", scores["val_retrieval"]
     return (metric, value) if value is not None and math.isfinite(value) else None
 
 
@@ -126,7 +166,7 @@ def validate_registration(run, dataset):
         return [], None
     cfg, net, device = run.cfg, run.net, run.device
     scores, picture, as_measured = [], None, {**cfg, **VAL_IMGSIM}
-    pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"], rule=dataset.rule)
+    pairs = validation_pairs(cfg, dataset)
     for number, counts in cases_of_rank(len(pairs), run.ranks):
         watchdog.goes_on()
         pair = pairs[number]

@@ -120,8 +120,10 @@ def nonfinite(found):
 
 
 def clipped_away(found):
-    """A mode whose gradient is clipped so far that it hardly affects Adam, which all modes share."""
+    """A mode whose gradient is clipped so far that it hardly affects Adam, if all modes share one."""
     cfg, steps = found["config"], tail_of(found["once"], CLIP_STEPS)
+    if cfg.get("optim.moments") == "per_mode":
+        return []
     modes = {mode["name"]: mode for mode in found["modes"]}
     limits = {name: cfg.get(mode.get("clip_norm")) for name, mode in modes.items()}
     norms, kept = {}, {}

@@ -108,15 +108,15 @@ def headline(found, findings):
 def time_left(found, kinds):
     """The time until the last epoch is done, in words, from the steps done so far and their wall time.
 
+    Each epoch that is left is taken to have the steps of the newest one, since other data or ranks change their number.
     None before the first epoch is done and after the last one.
     """
-    epochs, of = found["epochs"], found["config"].get("run.epochs")
-    if not epochs or not of:
+    epochs, of, steps = found["epochs"], found["config"].get("run.epochs"), found["once"]
+    ended = epochs[-1]["epoch"] + 1 if epochs else 0
+    if not ended or not of or ended >= of:
         return None
-    per_epoch = np.median([line["steps"] for line in epochs])
-    done = len(found["once"]["step"])
-    steps_left = of * per_epoch - done
-    return duration(steps_left * sum(kinds.values()) / max(done, 1)) if steps_left > 0 else None
+    steps_left = (of - ended) * epochs[-1]["steps"] - np.sum(steps["epoch"] == ended)
+    return duration(max(steps_left, 0) * sum(kinds.values()) / max(len(steps["step"]), 1))
 
 
 def speed(found, last=100):

@@ -57,8 +57,9 @@ def step_name(epoch, step_in_epoch, data_name, net_name):
 def save(run, relative, state, metrics=None, best=None):
     """Write `state` to `run/relative`, read it back, then list it in the manifest.
 
-    metrics: {name: number or None}; NaN becomes null. best: (metric name, value), higher is better. It replaces the
-    manifest's best unless that is as high in the same metric. A crash leaves the old file or the new one.
+    metrics: {name: number or None}; NaN becomes null. best: (metric name, value, a text that says on what it was
+    measured), higher is better. It replaces the manifest's best unless that is as high in the same metric, measured on
+    the same. A crash leaves the old file or the new one.
     Returns: the manifest entry.
     Raises OSError naming the file and the free space if it cannot be written or reads back differently (earlier files
     stay), ValueError for a missing key or non-finite weights, TypeError for a value that torch.load would refuse.
@@ -69,7 +70,7 @@ def save(run, relative, state, metrics=None, best=None):
         metrics = {name: float(value) if value is not None and math.isfinite(value) else None
                    for name, value in metrics.items()}
     if best is not None:
-        best = {"checkpoint": relative, "metric": best[0], "value": float(best[1])}
+        best = {"checkpoint": relative, "metric": best[0], "value": float(best[1]), "measured_on": best[2]}
     partial = partial_path(target)
     with TURN:
         try:
@@ -77,8 +78,9 @@ def save(run, relative, state, metrics=None, best=None):
             _write_and_read_back(partial, plain)
             entry = _entry(partial, plain, metrics)
             manifest = _manifest(run, _stderr)
-            if best and manifest["best"] and manifest["best"]["metric"] == best["metric"]:
-                best = best if best["value"] > manifest["best"]["value"] else None
+            before = manifest["best"]  # of an older version without "measured_on", which drew other validation pairs
+            if best and before and all(before.get(key) == best[key] for key in ("metric", "measured_on")):
+                best = best if best["value"] > before["value"] else None
             # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
             _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
             replace(partial, target)

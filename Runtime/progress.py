@@ -143,7 +143,7 @@ def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds
 
 
 def show_epoch(curves, entry, progress, cfg, seconds):
-    """Print an epoch's averages and scores in one line, and add each to its curve.
+    """Print an epoch's averages and scores in one line, and add each to its curve, at the last step done.
 
     curves: from Runtime/writer.py. entry: {name: value or None}. seconds: duration of the epoch.
     """
@@ -152,4 +152,5 @@ def show_epoch(curves, entry, progress, cfg, seconds):
     for name, value in entry.items():
         if value is not None:
             kind = "validation" if name.startswith("val_") else "train"
-            add_scalar(curves, f"{kind}/{name}", value, progress.step)
+            # The next launch begins at progress.step, from which on TensorBoard ignores the points of this one.
+            add_scalar(curves, f"{kind}/{name}", value, progress.step - 1)

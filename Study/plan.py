@@ -20,6 +20,7 @@ from Dataloader.nifti import is_segmentation, read_header, read_volume
 from Dataloader.volume import dims_of
 from Inference.outputs import make_folder
 from Report.page import cards_html, findings_html, table_html, write_page
+from Runtime.config import load_config
 from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
@@ -29,6 +30,8 @@ NETWORKS = ((56 * 64 * 56, "config_hippocampus.yaml", 8, 5_000), (112 ** 3, "con
             (128 ** 3, "config_om.yaml", 16, 100_000))
 OPENED = 12  # volumes to read whole, evenly spread over the folder; of the others only headers are read
 FEW_LABELLED = 10  # labelled volumes up to which joined atlases are as good as a trained network or better
+HELD_OUT = 0.1  # share of the subjects
+EPOCH_STEPS = 300  # fewest steps of an epoch, about: each one ends with a validation, a picture and a checkpoint
 ROOM = 0.8  # share of the free memory that a step may use
 ALONE = {"loss": {"dist": 0.0, "ang": 0.0, "regul": 0.0, "contrastive": 0.0}}  # mode 3 alone: for registration
 
@@ -89,7 +92,7 @@ def choose(seen, args, device, out):
     extent = np.minimum(np.percentile([row["size_mm"] for row in seen], 95, axis=0), 1.05 * np.max(boxes, axis=0))
     while True:
         size, (_, base, multiple, steps) = grid(extent, spacing)
-        write_config(out, args, base, size, spacing)
+        write_config(out, args, base, size, spacing, len(seen))
         cost = dry_run(out, device)
         need = cost["step_memory_bytes"].get(device.type, cost["step_memory_bytes"]["cpu"])
         room = ROOM * (cost["free_bytes"] or (total_memory() if device.type == "cpu" else math.inf))
@@ -100,7 +103,7 @@ def choose(seen, args, device, out):
         raise InputError(f"{args.data}: a step needs {need / 2 ** 30:.1f} GiB even at {spacing:.3g} mm, but only "
                          f"{room / 2 ** 30:.1f} are free on {device}; train on a machine with more memory.")
     epochs = -(-steps // cost["steps_per_epoch"])
-    write_config(out, args, base, size, spacing, epochs)
+    write_config(out, args, base, size, spacing, len(seen), epochs)
     step_s, steps = cost["step_seconds"], epochs * cost["steps_per_epoch"]
     return {"img_size": [int(n) for n in size], "spacing_mm": round(spacing, 4), "base": base,
             "memory_gib": round(need / 2 ** 30, 2), "step_seconds": round(step_s, 2),
@@ -125,13 +128,17 @@ def grid(extent_mm, spacing_mm):
             return size, row
 
 
-def write_config(out, args, base, size, spacing_mm, epochs=1):
-    """Write config.yaml: only what differs from its base."""
+def write_config(out, args, base, size, spacing_mm, volumes, epochs=1):
+    """Write config.yaml: only what differs from its base. volumes: their number, held-out ones included."""
     content = {"base": base, "model": {"dims": len(size)},
                "data": {"name": "", "root": str(Path(args.data).resolve()),
-                        "train_ids": "", "val_ids": "", "val_fraction": 0.1, "cache": "auto", "expect_samples": 0,
+                        "train_ids": "", "val_ids": "", "val_fraction": HELD_OUT, "cache": "auto", "expect_samples": 0,
                         "subject_pattern": args.subject_pattern, "img_size": [int(n) for n in size],
                         "spacing_mm": round(float(spacing_mm), 4)}}
+    plain = load_config(base)
+    steps = (1 - HELD_OUT) * volumes * plain["data.repeats"] / plain["data.batchsize"]  # of an epoch, about
+    if steps < EPOCH_STEPS:
+        content["data"]["repeats"] = plain["data.repeats"] * math.ceil(EPOCH_STEPS / steps)
     finest = int(min(size)) // 4 * 4  # about one control point per two voxels; the noise is twice as wide as the image
     content["diffusion"] = {"grids": sorted({max(4, finest // 2 ** k // 4 * 4) for k in (3, 2, 1, 0)})}
     if args.purpose == "register":

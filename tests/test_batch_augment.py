@@ -211,6 +211,19 @@ def test_a_deformation_comes_after_the_affine_map_in_one_interpolation(size):
     assert torch.allclose(alone[:, :, :-3], images[:, :, 3:], atol=1e-5), "also where all else is off"
 
 
+def test_a_pair_is_mirrored_as_a_whole_and_all_else_is_drawn_for_each_volume():
+    """A reflection between the two cannot be undone by any field that does not fold."""
+    rng_keys = [(0, 0, -1 - position) for position in range(200)]
+    cfg = config(augment__rotation=0, augment__scaling=0.2, augment__shift=0.1, augment__flip=0.5)
+    alone, paired = (random_affine(rng_keys, 3, [20, 30, 40], cfg, paired) for paired in (False, True))
+    assert torch.equal(alone.abs(), paired.abs()) and torch.equal(alone[..., 3], paired[..., 3])
+    flipped = paired[:, 0, 0] < 0
+    assert torch.equal(flipped[0::2], flipped[1::2]) and 30 < flipped[0::2].sum() < 70
+    plain = {**cfg, "augment.flip": 0.0}
+    assert torch.equal(random_affine(rng_keys, 3, [20, 30, 40], plain, True),
+                       random_affine(rng_keys, 3, [20, 30, 40], plain))
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_fields_of_pairs_are_keyed_and_grow_with_their_share(size):
     ddpm = DeformDDPM(config(model__dims=len(size), diffusion__grids=[4, 8], diffusion__v_scale=1e-3))

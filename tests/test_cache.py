@@ -595,6 +595,45 @@ def test_other_words_of_the_list_read_no_volume_again(made, place, tmp_path, cap
     assert run_here(made, place, "--verify", **changes) == DONE
 
 
+def test_an_edited_list_is_refused_until_the_cache_is_made_anew(tmp_path):
+    """A volume that the list now holds out would be trained on."""
+    write_volumes(tmp_path, range(6), side=8)
+    rows, path, place = [f"data/imagesTr/v_{number:05d}.nii" for number in range(6)], tmp_path / "list.csv", (
+        tmp_path / "cache")
+    changes = {"data__root": path, "data__train_ids": "", "data__val_ids": "", "data__img_size": 8,
+               "data__expect_samples": 0}
+    path.write_text("\n".join(["image", *rows]))
+    assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
+    cfg, before = cached(tmp_path, place, **changes), marks(place)
+    assert [len(part) for part in read_datasets(cfg)[:2]] == [6, 0]
+    path.write_text("\n".join(["image,split", *(f"{row},{'val' if row > rows[3] else ''}" for row in rows)]))
+    for only in (False, True):
+        with pytest.raises(InputError, match=f"{path} .*has changed since .*run OM_prepare.py with this config, which "
+                                             "reads no volume again for new subjects, modalities or splits"):
+            read_datasets(cfg, headers_only=only)
+    assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
+    assert all(marks(place)[name] == mark for name, mark in before.items() if name.endswith(".npy"))
+    assert [len(part) for part in read_datasets(cfg)[:2]] == [4, 2]
+    path.unlink()
+    assert len(read_datasets(cfg)[0]) == 4, "a machine without the original files"
+
+
+def test_a_cache_without_a_mark_of_its_list_stays_usable_and_a_new_list_counts(tmp_path):
+    folder = make_data(tmp_path, size=8) / "data"
+    shutil.move(folder / "dataset.json", tmp_path / "kept.json")
+    place, changes = tmp_path / "cache", {"data__img_size": 8}
+    assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
+    cfg = cached(tmp_path, place, **changes)
+    assert len(read_datasets(cfg)[0]) == 6
+    shutil.move(tmp_path / "kept.json", folder / "dataset.json")
+    with pytest.raises(InputError, match="dataset.json .*has changed since"):
+        read_datasets(cfg)
+    manifest = cache.read_json(place / "manifest.json")
+    del manifest["list"]
+    cache.write_json(place, "manifest.json", manifest)
+    assert len(read_datasets(cfg)[0]) == 6, "made by an earlier version"
+
+
 def test_a_cache_of_another_pattern_is_refused_until_its_words_are_made_anew(made, place):
     changes = {"data__subject_pattern": "v_000([0-9])", "data__train_ids": "", "data__val_ids": ""}
     with pytest.raises(InputError, match="subject_pattern \"\" .the config says \"v_000.*which reads no volume again"):

@@ -140,14 +140,14 @@ def die_at_each_operation(run):
                     os.kill(os.getpid(), signal.SIGKILL)
         sys.addaudithook(hook)
 
-    checkpoint.save(run, name(1), small_state(0, 50), best=("dice", 0))
+    checkpoint.save(run, name(1), small_state(0, 50), best=("dice", 0, "here"))
     status, last = 1, 0
     while status and last < 100:
         last += 1
         pid = os.fork()
         if pid == 0:
             die_at(last)
-            checkpoint.save(run, name(1), small_state(last, 50), best=("dice", last))
+            checkpoint.save(run, name(1), small_state(last, 50), best=("dice", last, "here"))
             os._exit(0)
         status = os.waitpid(pid, 0)[1]
         said = []
@@ -202,7 +202,8 @@ def test_names():
 
 def test_round_trip_is_bitwise(run):
     state = make_state(seed=7)
-    entry = checkpoint.save(run, name(1), state, metrics={"dice": 0.5, "hd95": float("nan")}, best=("dice", 0.5))
+    metrics = {"dice": 0.5, "hd95": float("nan")}
+    entry = checkpoint.save(run, name(1), state, metrics=metrics, best=("dice", 0.5, "here"))
     loaded = checkpoint.load(run / name(1))
     assert list(loaded["model"]) == list(state["model"])
     for key, tensor in state["model"].items():
@@ -214,7 +215,7 @@ def test_round_trip_is_bitwise(run):
     assert (loaded["epoch"], loaded["step"], loaded["config"]) == (1, 10, CONFIG)
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest == {"checkpoints": {name(1): entry},
-                        "best": {"checkpoint": name(1), "metric": "dice", "value": 0.5}}
+                        "best": {"checkpoint": name(1), "metric": "dice", "value": 0.5, "measured_on": "here"}}
     assert entry["metrics"] == {"dice": 0.5, "hd95": None} and entry["bytes"] == (run / name(1)).stat().st_size
     assert entry["weights_sha256"] == checkpoint.weights_sha256(loaded["model"])
     assert checkpoint.verify(run, name(1)) is None and checkpoint.newest(run) == name(1)
@@ -328,13 +329,15 @@ def test_save_in_the_background_holds_the_values_of_the_call(run):
         for tensor in (state["model"]["b.weight"], state["model"]["channels_last"], momentum):
             tensor.fill_(epoch)
         metrics["dice"] = state["sums"]["ang"] = epoch / 10
-        futures.append(checkpoint.save_in_background(run, name(epoch), state, metrics, best=("dice", epoch / 10)))
+        best = ("dice", epoch / 10, "here")
+        futures.append(checkpoint.save_in_background(run, name(epoch), state, metrics, best=best))
     for tensor in (state["model"]["b.weight"], state["model"]["channels_last"], momentum):
         tensor.fill_(-1)
     metrics["dice"] = state["sums"]["ang"] = -1.0
     manifest = {name(epoch): future.result(timeout=60) for epoch, future in enumerate(futures, 1)}
     assert json.loads((run / "manifest.json").read_text()) == {
-        "checkpoints": manifest, "best": {"checkpoint": name(3), "metric": "dice", "value": 0.3}}
+        "checkpoints": manifest,
+        "best": {"checkpoint": name(3), "metric": "dice", "value": 0.3, "measured_on": "here"}}
     for epoch in (1, 2, 3):
         loaded = checkpoint.load(run / name(epoch))
         saved = [loaded["model"]["b.weight"], loaded["model"]["channels_last"],
@@ -502,18 +505,31 @@ def test_written_on_an_accelerator_reads_on_the_cpu(run):
     assert entry["weights_sha256"] == checkpoint.weights_sha256(moved) == checkpoint.weights_sha256(state["model"])
 
 
-def test_the_best_is_the_highest_of_its_metric_and_a_new_metric_starts_over(run):
+def test_the_best_is_the_highest_of_its_metric_and_a_new_metric_or_other_volumes_start_over(run):
     found = []
-    for epoch, best in enumerate([("dice", 0.5), ("dice", 0.7), ("dice", 0.6), None, ("imgsim", 0.1)], 1):
+    for epoch, best in enumerate([("dice", 0.5, "x"), ("dice", 0.7, "x"), ("dice", 0.6, "x"), None,
+                                  ("imgsim", 0.1, "x"), ("imgsim", 0.05, "y"), ("imgsim", 0.02, "y")], 1):
         save_epochs(run, epoch, best=best)
         found.append(json.loads((run / "manifest.json").read_text())["best"])
-    assert [entry["checkpoint"] for entry in found] == [name(1), name(2), name(2), name(2), name(5)]
-    assert [entry["value"] for entry in found] == [0.5, 0.7, 0.7, 0.7, 0.1]
+    assert [entry["checkpoint"] for entry in found] == [name(number) for number in (1, 2, 2, 2, 5, 6, 6)]
+    assert [entry["value"] for entry in found] == [0.5, 0.7, 0.7, 0.7, 0.1, 0.05, 0.05]
+
+
+def test_the_best_of_an_older_manifest_was_measured_on_other_pairs(run):
+    save_epochs(run, 1, best=("dice", 0.5, "x"))
+    path = run / "manifest.json"
+    older = json.loads(path.read_text())
+    del older["best"]["measured_on"]
+    path.write_text(json.dumps(older))
+    save_epochs(run, 2)
+    assert json.loads(path.read_text())["best"] == older["best"], "it stays until something else is measured"
+    save_epochs(run, 3, best=("dice", 0.4, "x"))
+    assert json.loads(path.read_text())["best"]["checkpoint"] == name(3)
 
 
 def test_prune_keeps_what_it_must(run):
     save_epochs(run, 1, 2)
-    save_epochs(run, 3, best=("dice", 0.8))
+    save_epochs(run, 3, best=("dice", 0.8, "here"))
     save_epochs(run, 4, 5, 6, 7)
     steps = [within(7, step) for step in (1, 2, 3)]
     for step, relative in enumerate(steps, 1):

@@ -6,8 +6,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import OM_train_3modes as om
-from Diffusion.cost import count_costs, fit_text, mode_costs, step_memory
+from Diffusion.cost import count_costs, fit_text, mode_costs, step_memory, training_volumes
 from Diffusion.fake_device import AliveBytes
+from Runtime.errors import InputError
 from tests.tiny import ROOT, arguments, config, make_data
 
 
@@ -53,6 +54,10 @@ def test_dry_run_costs_nothing_and_ends_in_json(tmp_path, capsys):
     memory = costs["step_memory_bytes"]
     assert memory["cuda"] == memory["xpu"] != memory["cpu"] and min(memory.values()) > 16 * costs["parameters"]
     assert not (tmp_path / "Models").exists()
+    alone = {f"loss__{weight}": 0 for weight in ("dist", "ang", "regul", "contrastive")}
+    assert om.main(arguments(tmp_path, "--dry-run", data__pairs=1000, **alone)) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed.splitlines()[-1])["steps_per_epoch"] == 1000 and "1000 pairs; effective" in printed
 
 
 @pytest.mark.slow
@@ -68,6 +73,14 @@ def test_what_is_not_prepared_yet_is_counted_from_the_files(tmp_path, capsys):
     assert f"(from data.expect_samples, since {tmp_path / 'none/data'}: no such" in capsys.readouterr().out
     assert om.main(arguments(tmp_path, "--dry-run", data__train_ids="70-80")) == 43
     assert 'ids "70-80" select no volume of the 8 volumes' in capsys.readouterr().err
+
+
+def test_data_that_no_mode_uses_refuse_no_dry_run(tmp_path):
+    make_data(tmp_path, size=8)
+    cfg = config(tmp_path, data__pair_list=tmp_path / "no_list.json")
+    assert training_volumes(cfg, ["volumes"])[:2] == (6, None)
+    with pytest.raises(InputError, match="no such pair list"):
+        training_volumes(cfg, ["volumes", "pairs"])
 
 
 def test_a_step_that_does_not_fit_is_told_with_what_to_change():

@@ -210,6 +210,19 @@ def test_a_bad_volume_is_found_before_training_and_named(tmp_path):
         read_datasets(config(tmp_path))
 
 
+def test_one_volume_is_enough_where_no_mode_needs_pairs(data, tmp_path):
+    cfg = config(data, data__train_ids="3", data__expect_samples=1, data__pair_list=tmp_path / "no_list.json",
+                 registration__masks=True, run__device="cpu")
+    with pytest.raises(InputError, match="one training volume is not enough, because mode 3 needs pairs; add volumes"):
+        read_datasets(cfg)
+    dataset, _, listed = read_datasets(cfg, inputs=["volumes"])
+    assert len(dataset) == 1 and listed is None and dataset.masks == [None]
+    drawn = []
+    split = split_step(cfg, 1)
+    steps = list(epoch_batches(cfg, dataset, listed, Progress(), split, Ranks(), drawn.append, ["volumes"]))
+    assert [(len(volumes), len(pairs)) for volumes, pairs in steps] == [(1, 0)] and len(drawn) == 1
+
+
 def test_held_out_volumes_that_cannot_be_paired_are_named_as_such(data, tmp_path):
     rows = [f"{data}/data/imagesTr/subject_000{number}.nii.gz,{'aabbccde'[number]}" for number in range(8)]
     (tmp_path / "list.csv").write_text("\n".join(["image,subject", *rows]))

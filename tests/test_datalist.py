@@ -174,6 +174,7 @@ def test_pairs_are_moving_then_fixed(tmp_path, content):
     ([{"fixed": "x.nii", "moving": "OASIS_0001"}], "the fixed volume x is not among the training volumes"),
     ([{"fixed": "OASIS_0001", "moving": ["OASIS_0002"]}], r"the moving volume \['OASIS_0002'\] is neither a path nor"),
     ([{"fixed": None, "moving": "OASIS_0002"}], "the fixed volume None is neither a path nor an id"),
+    ([*PAIRS, {"fixed": "OASIS_0002", "moving": "b/OASIS_0002.nii"}], "OASIS_0002 is paired with itself, .*drop the"),
     ([{"fixed": "OASIS_0001"}], "has no \"moving\""), (["OASIS_0001"], "has no \"moving\""),
     ([], "no pairs found"), ({"training": []}, "no pairs found")])
 def test_bad_pairs(tmp_path, content, reason):

@@ -43,7 +43,7 @@ def make_run(folder, ema=False, changed=False):
     if ema:
         state["ema"] = weights = {name: tensor * 0.5 for name, tensor in weights.items()}
     checkpoint.save(run, checkpoint.epoch_name(2, "demo", "om_net"), state,
-                    metrics={"val_dice": 0.71234, "val_ang": float("nan")}, best=("val_dice", 0.71234))
+                    metrics={"val_dice": 0.71234, "val_ang": float("nan")}, best=("val_dice", 0.71234, "x"))
     return run, weights
 
 

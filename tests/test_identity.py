@@ -70,6 +70,13 @@ def test_whoever_was_trained_on_is_not_held_out_later():
         compare_data(data_of(SOME), data_of(SOME[2:], [("p1_2", 5)]), "F")
 
 
+def test_nor_is_a_volume_that_has_another_subject_by_then():
+    before = json.dumps({"name": "brains", "volumes": [[one, one, "train", size] for one, size in SOME]})
+    with pytest.raises(InputError, match="F was trained on p1_1, p2_1, which would now be held out for validation"):
+        compare_data(before, data_of([*SOME[:1], *SOME[3:]], SOME[1:3]), "F")
+    assert compare_data(before, data_of(SOME, [("q_1", 7)]), "F") == (False, ["volumes added: 1 (q_1)"])
+
+
 def test_what_is_kept_does_not_depend_on_where_the_files_are(data, tmp_path):
     shutil.copytree(data, tmp_path / "copy")
     cfg, cache = config(data), prepare(data, tmp_path / "cache")

@@ -244,6 +244,7 @@ def test_labels_are_found_by_all_ranks_together(data):
     shares = [find_labels(dataset, Ranks(rank=rank, world_size=8), cfg) for rank in range(8)]
     assert alone == sorted(set().union(*shares)) == [1, 2, 3, 4, 5, 6] and shares[4:] == [[]] * 4
     assert find_labels(dataset, Ranks(), {**cfg, "registration.labels": "2-3,6"}) == [2, 3, 6]
+    assert find_labels(dataset, Ranks(), {**cfg, "registration.labels": "0-5"}) == [1, 2, 3, 4, 5], "no background"
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -330,6 +331,16 @@ def test_the_network_sees_other_intensities_than_the_loss_compares(data):
     with torch.no_grad():
         run.net.fine.weight.normal_(std=0.1)
     assert om.step_registration(run.net, batch, cfg)[0] != om.step_registration(run.net, plain, cfg)[0]
+
+
+def test_a_pair_is_mirrored_with_its_labels_or_not_at_all(data):
+    """Two volumes that are the same stay so: drawn for each, every second of these pairs would ask for a reflection."""
+    still = {f"augment__{name}": 0 for name in ("rotation", "scaling", "shift", "gamma")}
+    run, (images, _, subjects, maps) = run_and_pair(config(data, **SOME, **still, augment__flip=0.5))
+    batch, = om.pair_batches(run, [(images[:1].repeat(40, 1, 1, 1, 1), torch.arange(40), subjects[:1].repeat(40),
+                                    {"label": maps["label"][:1].repeat(40, 1, 1, 1, 1)})])
+    for kind in (batch, batch["label"]):
+        assert torch.equal(kind["moving"], kind["fixed"]) and len(kind["fixed"].unique(dim=0)) == 2
 
 
 def test_labels_of_a_pair_are_deformed_with_its_images(data):

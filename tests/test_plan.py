@@ -8,8 +8,10 @@ import pytest
 import OM_study
 from Dataloader.datalist import list_volumes
 from Dataloader.nifti import write_volume
+from Dataloader.sampler import steps_left
 from Dataloader.synthetic import make_subject, write_dataset
 from Runtime.config import load_config
+from Runtime.global_batch import split_step
 from Study.plan import OPENED, grid, write_config
 
 
@@ -48,9 +50,21 @@ def test_the_config_for_a_pattern_finds_its_volumes(tmp_path):
     for number in range(2):
         write_volume(tmp_path / f"data/s_{number}.nii.gz", make_subject(number, (16, 16), dims=2)["image"], np.eye(4))
     args = argparse.Namespace(data=str(tmp_path / "data/s_*.nii.gz"), subject_pattern="", purpose="augment")
-    write_config(tmp_path, args, "config_hippocampus.yaml", [16, 16], 1.0)
+    write_config(tmp_path, args, "config_hippocampus.yaml", [16, 16], 1.0, 2)
     cfg = load_config(tmp_path / "config.yaml")
     assert [item["id"] for item in list_volumes(cfg["data.root"])] == ["s_0", "s_1"] and cfg["data.name"]
+
+
+@pytest.mark.parametrize("base", ["config_om.yaml", "config_hippocampus.yaml"])
+@pytest.mark.parametrize("volumes", [3, 40, 20_000])
+def test_an_epoch_is_long_enough_for_the_validation_after_it(base, volumes, tmp_path):
+    """40 volumes made epochs of 18 steps, of which a fast GPU takes seven a second."""
+    args = argparse.Namespace(data=str(tmp_path), subject_pattern="", purpose="augment")
+    write_config(tmp_path, args, base, [128, 128, 128], 1.0, volumes)
+    cfg, plain = load_config(tmp_path / "config.yaml"), load_config(base)
+    steps = steps_left(cfg, round(0.9 * volumes), None, split_step(cfg, 1))
+    assert steps >= 300 and cfg["data.repeats"] % plain["data.repeats"] == 0
+    assert steps < 500 or cfg["data.repeats"] == plain["data.repeats"], "no longer than that"
 
 
 def test_label_maps_alone_are_refused_in_one_sentence(tmp_path, capsys):

@@ -61,7 +61,7 @@ def test_the_page_of_a_real_run(folder, tmp_path):
     assert all(heading in shown for heading in [*HEADINGS, "Pictures", "Profile"])
     assert "Done since" in shown and "No rule found a problem" in shown and "2 of 2" in shown
     assert "attempt 0: planned restart" in shown and shown.count("--max-steps-before-restart") >= 1
-    assert 'class="mark planned"' in text and "aten::" in shown and "registration, step 12" in shown
+    assert 'class="mark planned"' in text and "aten::" in shown and "registration, step 11" in shown
     assert "optim.lr" in shown and "0.0002" in shown  # the change since the launch before
     assert text.count("data:image/png") == 1
 
@@ -82,6 +82,8 @@ def test_tensorboard_has_speed_memory_and_gradients(folder):
     tags = set(board.Tags()["scalars"])
     assert tags > {"speed/samples_per_s", "speed/step_s", "speed/data_percent", "train/lr", "memory/host_used_gib",
                    "gradient_norm/diffusion", "gradient_norm/contrastive", "gradient_norm/registration"}
+    assert [event.step for event in board.Scalars("train/ang")] == [5, 11], "the last step of each epoch"
+    assert [event.step for event in board.Images("registration")] == [11]
     [event] = board.Scalars("speed/samples_per_s")
     assert event.step == 9 and 0.1 < event.value < 10_000
 
@@ -124,6 +126,17 @@ def test_a_run_that_has_just_begun_has_a_page(steps, tmp_path):
     shutil.rmtree(run / "launches")
     text = page_of(run, tmp_path / "page.html")
     assert "no rank has written to its log yet" in text and "the config is not known" in text
+
+
+@pytest.mark.parametrize("epochs, left", [(10, None), (12, "50 s"), (11, "25 s")])
+def test_the_time_that_is_left_goes_by_the_newest_epoch(epochs, left, tmp_path):
+    """Steps of half a second. The first epochs had fewer steps, as after more data or on other ranks."""
+    few = made_up_run(tmp_path / "run", 500, run__epochs=epochs, epoch=lambda number, line: {
+        "steps": 5 if number < 6 else 50})
+    found = read_run(few)
+    assert report.time_left(found, add_up(found)[0]) == left
+    inside = read_run(made_up_run(tmp_path / "inside", 520, run__epochs=12))
+    assert report.time_left(inside, add_up(inside)[0]) == "40 s"
 
 
 def test_a_config_of_noise_is_left_out(tmp_path):

@@ -81,6 +81,8 @@ def test_a_mode_that_is_clipped_away_is_named(tmp_path):
                                        "50,000 times below that of diffusion")
     assert "raise contrastive.clip_norm" in each["advice"]
     assert found(made_up_run(tmp_path / "half", step=loud, contrastive__clip_norm=0.2)) == {}
+    own = {"contrastive__clip_norm": 1e-3, "registration__clip_norm": 1.0, "optim__moments": "per_mode"}
+    assert found(made_up_run(tmp_path / "own", step=loud, **own)) == {}, "its own Adam divides by its own gradients"
 
 
 @pytest.mark.parametrize("ang, gate, stuck", [(lambda share: -0.02, -0.7, True), (lambda share: -share / 9, -0.7, True),

@@ -9,7 +9,16 @@ import pytest
 from scipy.stats import chisquare
 
 from Dataloader.dataset import VolumeDataset, epoch_batches
-from Dataloader.sampler import batches, epoch_order, epoch_pair_count, epoch_pairs, pair_rule, steps_left, with_labelled
+from Dataloader.sampler import (
+    INPUTS,
+    batches,
+    epoch_order,
+    epoch_pair_count,
+    epoch_pairs,
+    pair_rule,
+    steps_left,
+    with_labelled,
+)
 from Runtime.errors import InputError
 from Runtime.global_batch import can_share, new_step, split_step, usable
 from Runtime.launch import Ranks
@@ -25,19 +34,21 @@ WORDS = ("any", "same", "different")
 START = Progress(epoch=1)
 
 
-def walk(cfg, world_size, listed=None, progress=START, rule=None, step=None):
+def walk(cfg, world_size, listed=None, progress=START, rule=None, step=None, inputs=INPUTS):
     """What all ranks do to the end of the epoch: for each step (samples, pairs) as (position, volume) in order."""
     split, volumes = split_step(cfg, world_size, step), ([{"subject": ""}] * VOLUMES, np.arange(VOLUMES), None, rule)
     ranks = [list(epoch_batches(cfg, VolumeDataset(*volumes), listed, progress, split,
-                                Ranks(rank=rank, world_size=world_size)))
+                                Ranks(rank=rank, world_size=world_size), inputs=inputs))
              for rank in range(world_size)]
-    steps = steps_left(cfg, VOLUMES, listed, split, progress.samples, progress.pairs)
+    steps = steps_left(cfg, VOLUMES, listed, split, progress.samples, progress.pairs, inputs)
     assert [len(own) for own in ranks] == [steps] * world_size
     found = []
     for together in zip(*ranks):
         for volumes, pairs in together:
-            assert [len(batch[1]) for batch in volumes] == [split.sample_batch] * split.sample_batches
-            assert [len(batch[1]) for batch in pairs] == [2 * split.pair_batch] * split.pair_batches
+            assert [len(batch[1]) for batch in volumes] == [split.sample_batch] * (
+                split.sample_batches * ("volumes" in inputs))
+            assert [len(batch[1]) for batch in pairs] == [2 * split.pair_batch] * (
+                split.pair_batches * ("pairs" in inputs))
         found.append(tuple([entry for own in together for batch in own[kind]
                             for entry in zip(batch[1].tolist(), batch[0].flatten().tolist())] for kind in (0, 1)))
     return found
@@ -141,6 +152,35 @@ def test_an_epoch_ends_with_the_shorter_loader():
     assert epoch_pair_count(cfg, VOLUMES, None, split_step(cfg, 1)) == 7
     assert epoch_pair_count(config(data__batchsize=2), VOLUMES, None, split_step(cfg, 4)) == 5 * 4
     assert steps_left(cfg, VOLUMES, None, split_step(cfg, 1), samples=48) == 0, "longer than the config's"
+
+
+def test_inputs_that_no_mode_uses_neither_end_an_epoch_nor_are_loaded():
+    cfg, listed = config(data__batchsize=1, data__diff_reg_batch_ratio=1, data__pairs=1000, data__repeats=1), LISTED[:5]
+    split = split_step(cfg, 1)
+    assert [steps_left(cfg, 38, None, split, inputs=inputs) for inputs in (["pairs"], ["volumes"], INPUTS)] == [
+        1000, 38, 38]
+    assert [steps_left(cfg, 1000, listed, split, inputs=inputs) for inputs in (["pairs"], ["volumes"], INPUTS)] == [
+        5, 1000, 5]
+    cfg = config(data__batchsize=1, data__diff_reg_batch_ratio=1, data__pairs=50, data__repeats=1)
+    whole = walk(cfg, 1)
+    assert len(whole) == VOLUMES and joined(walk(cfg, 1, inputs=["volumes"]), 0) == joined(whole, 0)
+    pairs = walk(cfg, 1, inputs=["pairs"])
+    assert len(pairs) == 50 and joined(pairs, 0) == [] and joined(pairs, 1)[:2 * VOLUMES] == joined(whole, 1)
+    assert walk(cfg, 1, inputs=["pairs"], progress=after(30, split)) == pairs[30:]
+    assert len(walk(cfg, 1, listed, inputs=["pairs"])) == 5
+    assert joined(walk(cfg, 1, listed, inputs=["volumes"]), 1) == []
+
+
+def test_a_batch_raised_within_an_epoch_leaves_no_volume_out():
+    """Pairs are at least one per forward pass, so a larger batch may have relatively fewer of them."""
+    few = {"data__batchsize": 1, "data__diff_reg_batch_ratio": 4}
+    first, cfg = split_step(config(**few), 1), config(**few, data__global_batchsize=8)
+    assert (first.samples, first.pairs) == (1, 1)
+    rest = walk(cfg, 1, progress=after(20, first))
+    order = epoch_order(cfg["run.seed"], 1, VOLUMES, cfg["data.repeats"])
+    assert len(rest) == 3 and joined(rest, 0) == [(20 + n, order[(20 + n) % 40]) for n in range(24)]
+    assert [position for position, _ in joined(rest, 1)] == list(range(40, 52)), "two pairs a step, after the 20 done"
+    assert walk(cfg, 1, progress=replace(START, samples=28, pairs=22)) == rest[1:], "also after another restart"
 
 
 @pytest.mark.parametrize("changes, world_size, expected", [

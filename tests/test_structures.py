@@ -331,6 +331,24 @@ def test_another_number_of_labels_is_one_sentence(data, tmp_path, capfd):
             "6): set it to that number, or name those that count by registration.labels.") in capfd.readouterr().err
 
 
+def test_structures_that_nothing_teaches_are_refused_unless_the_network_segments_already(data, tmp_path, finished_run,
+                                                                                         capfd):
+    untaught = {**QUICK, "model__rec_num": 2, **LEARNED, "loss__segment": 0, "model__descents": 2,
+                "model__fine_descents": 1}
+    assert om.main(options(data, tmp_path, **untaught)) == 43
+    assert "error: model.structures is 6, but loss.segment is 0" in capfd.readouterr().err
+    taught = ["--init-from", str(finished_run(**SHARED) / "Models/demo_om_net")]
+    for words in (taught, []):  # also where it goes on
+        assert om.main(options(data, tmp_path, "--max-steps-before-restart", "1", *words, **untaught)) == 42
+
+
+@pytest.mark.parametrize("flip", [0.0, 0.5])
+def test_labels_of_sides_that_are_mirrored_are_told(data, tmp_path, capfd, flip):
+    words = options(data, tmp_path, "--max-steps-before-restart", "1", **QUICK, **LEARNED, augment__flip=flip)
+    assert om.main(words) == 42
+    assert ("set augment.flip to 0 if left and right have labels of their own" in capfd.readouterr().out) == bool(flip)
+
+
 @pytest.mark.slow
 def test_the_cost_of_a_step_is_counted_before_the_data_are_there(capfd):
     words = ["model.structures=2", "loss.segment=0.12", "data.root=/nowhere"]

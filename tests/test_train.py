@@ -464,7 +464,7 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
     assert not set(plain) - read, f"keys that nothing reads: {sorted(set(plain) - read)}"
 
 
-def test_fresh_starts_in_a_new_folder_and_init_from_takes_the_weights_alone(data, tmp_path, finished, capfd):
+def test_fresh_starts_in_a_new_folder_and_init_from_takes_the_averaged_weights_alone(data, tmp_path, finished, capfd):
     source, newest, one_step = finished / "000002_demo_om_net.pth", "tmp/000000_step0001_demo_om_net.pth", [
         "--fresh", "--max-steps-before-restart", "1"]
     assert train(data, tmp_path, *one_step) == 42
@@ -475,8 +475,8 @@ def test_fresh_starts_in_a_new_folder_and_init_from_takes_the_weights_alone(data
     assert train(data, tmp_path, "--init-from", str(source), *one_step, optim__lr=1e-12) == 42
     state = checkpoint.load(tmp_path / "Models/demo_om_net-3" / newest)
     assert state["step"] == 1 and state["queue"]["next"] == 2
-    original = checkpoint.load(source)["model"]
-    assert all(torch.allclose(state["model"][name], tensor, atol=1e-9) for name, tensor in original.items())
+    averaged = checkpoint.load(source)["ema"]  # what --model loads of it, too
+    assert all(torch.allclose(state["model"][name], tensor, atol=1e-9) for name, tensor in averaged.items())
 
 
 def test_the_first_command_of_a_run_continues_it_also_with_init_from(data, tmp_path, whole, monkeypatch, capfd):
@@ -550,6 +550,8 @@ def test_pair_list_is_followed(data, tmp_path):
     assert len(log_lines(tmp_path, "step")) == 3, "an epoch ends with the shorter loader"
     listed = read_datasets(config(data, data__pair_list=pairs))[2]
     assert listed == [(4, 1)] * 3
+    assert train(data, tmp_path / "alone", run__epochs=1, data__pair_list=pairs, **ALONE) == 0
+    assert len(log_lines(tmp_path / "alone", "step")) == 6, "mode 1 alone takes no pairs"
 
 
 # Mode 1 alone, for a network that sees one volume.

@@ -1,4 +1,7 @@
-"""What registration makes of a network's answers: rounds, and both directions; whom mode 2 knows."""
+"""What registration makes of a network's answers: rounds, and both directions; whom mode 2 knows; what is scored."""
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
@@ -6,8 +9,16 @@ from Diffusion.fields import compose, exponential, identity, warp
 from Diffusion.metrics import folding_percent
 from Diffusion.networks import build_network
 from Diffusion.predict import align, best_field
-from Diffusion.validation import best_by, retrieval, validate_registration
+from Diffusion.validation import (
+    best_by,
+    cases_of_rank,
+    measured_on,
+    retrieval,
+    validate_registration,
+    validation_pairs,
+)
 from Runtime.config import load_config
+from Runtime.launch import Ranks
 from tests.tiny import ROOT
 
 
@@ -88,6 +99,7 @@ def test_retrieval_counts_whose_own_condition_is_nearest_to_what_is_its_own():
     assert retrieval(own, torch.cat([own[:6], own[6:].roll(1, 0)]), each) == pytest.approx(0.6)
     swapped = own.reshape(5, 2, 32).flip(1).flatten(0, 1)
     assert (retrieval(own, swapped, each), retrieval(own, swapped, pairs)) == (0.0, 1.0), "both are of one subject"
+    assert retrieval(own, own, torch.zeros(10)) is None and retrieval(own[:1], own[:1], each[:1]) is None, "no other"
     common = 50 * torch.ones(32)
     alike = [torch.nn.functional.normalize(one + common, dim=1) for one in (own, own.roll(3, 0))]
     assert retrieval(alike[0], alike[0], each) == 1.0, "what all have in common does not count"
@@ -101,6 +113,63 @@ def test_a_single_volume_is_not_registered_to_itself():
     assert validate_registration(None, [FIXED]) == ([], None)
 
 
+def held_out(count, labelled=(), rule=None):
+    items = [{"id": f"s_{number}", "label": "there" if number in labelled else None} for number in range(count)]
+    return SimpleNamespace(items=items, rule=rule)
+
+
+@pytest.mark.parametrize("count, pairs, scored", [(2, 20, 2), (4, 20, 12), (30, 20, 20)])
+def test_no_pair_is_scored_twice_and_every_volume_serves_about_equally_often(count, pairs, scored):
+    cfg = {"run.seed": 3, "run.val_pairs": pairs}
+    found = validation_pairs(cfg, held_out(count))
+    assert len(found) == len(set(found)) == scored and all(moving != fixed for moving, fixed in found)
+    for side in zip(*found):
+        often = [side.count(number) for number in range(count)]
+        assert max(often) - min(often) <= 1
+    assert found == validation_pairs(cfg, held_out(count))
+    assert count == 2 or found != validation_pairs({**cfg, "run.seed": 4}, held_out(count))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pairs_with_labels_are_scored_first(seed):
+    found = validation_pairs({"run.seed": seed, "run.val_pairs": 20}, held_out(10, labelled=(1, 4, 8)))
+    assert len(set(found)) == 20 and {one for pair in found[:6] for one in pair} == {1, 4, 8}
+
+
+def test_only_permitted_pairs_are_scored():
+    rule = {"subject": np.array([0, 0, 1, 1, 2]), "modality": np.array([0, 1, 0, 1, 0]), "subjects": "same",
+            "modalities": "different"}
+    cfg = {"run.seed": 0, "run.val_pairs": 20}
+    assert sorted(validation_pairs(cfg, held_out(5, rule=rule))) == [(0, 1), (1, 0), (2, 3), (3, 2)]
+    other = validation_pairs(cfg, held_out(5, rule={**rule, "subjects": "any"}))
+    both_ways = [(0, 1), (0, 3), (1, 2), (1, 4), (2, 3), (3, 4)]
+    assert sorted(other) == sorted(both_ways + [(fixed, moving) for moving, fixed in both_ways])
+
+
+def test_every_rank_scores_as_many_pairs_and_each_pair_counts_once():
+    shares = [cases_of_rank(3, Ranks(rank=rank, world_size=2)) for rank in range(2)]
+    assert shares == [[(0, True), (2, True)], [(1, True), (0, False)]]
+
+
+def test_what_scores_depend_on_besides_the_network_makes_them_incomparable():
+    cfg = config()
+    first = measured_on(cfg, held_out(4))
+    assert first == measured_on({**cfg, "optim.lr": 1.0, "run.val_every": 7}, held_out(4)) and len(first) == 16
+    changes = [{"run.val_pairs": 3}, {"registration.rounds": 5}, {"registration.symmetric": False},
+               {"registration.similarity": "mind"}, {"run.seed": 9}]
+    others = [measured_on({**cfg, **change}, held_out(4)) for change in changes]
+    others += [measured_on(cfg, held_out(5)), measured_on(cfg, held_out(4, labelled=(1, 2)))]
+    assert len({first, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("modes, best", [
+    (["diffusion", "contrastive", "registration"], ("val_dice", 0.7)), (["registration"], ("val_dice", 0.7)),
+    (["diffusion", "contrastive"], ("-val_ang", 0.2)), (["contrastive"], ("val_retrieval", 0.9))])
+def test_a_mode_that_is_trained_decides_which_checkpoint_is_the_best(modes, best):
+    scores = {"val_ang": -0.2, "val_retrieval": 0.9, "val_dice": 0.7, "val_imgsim": 0.8}
+    assert best_by(scores, modes) == best and best_by({}, modes) is None
+
+
 @pytest.mark.parametrize("value, known", [(0.3, True), (None, False), (float("nan"), False), (float("inf"), False)])
 def test_only_a_number_can_be_the_best(value, known):
-    assert (best_by({"val_imgsim": value}, True) is not None) is known
+    assert (best_by({"val_imgsim": value}, ["registration"]) is not None) is known

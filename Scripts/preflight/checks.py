@@ -42,6 +42,7 @@ TRAINING = 125 * 2 ** 20  # bytes that the smallest training adds to a preflight
 WORKER = 190 * 2 ** 20  # bytes of a loader worker before it reads anything
 READING = 8  # volumes of the training grid in float32 held while one of that size is read from its file: 7.4 measured
 SHM = Path("/dev/shm")
+VOLUMES_ALONE = ("volumes",)  # only the training knows its modes, so it judges itself whether they have their pairs
 OPEN_FILES = 4096  # enough for the sockets of all ranks and the shared-memory files of all loader workers
 # Variables that name a node's or a rank's own devices, network cards and caches: they may differ.
 OWN = (*launch.VISIBLE, "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR")
@@ -167,7 +168,7 @@ def check_forward(context, at):
 def check_data(context, at):
     """The cache, or else the folder or list, can be read on this node and has the volumes that the config names."""
     at(late("the volumes were not listed in time", "check the file system of data.root on this node"))
-    volumes, _, source, _ = training_volumes(context["cfg"])
+    volumes, _, source, _ = training_volumes(context["cfg"], VOLUMES_ALONE)
     if source.startswith("data.expect_samples"):  # a new site, or volumes that are being copied
         return skipped(source.removeprefix("data.expect_samples, since "))
     return passed(f"{volumes} training volumes (from {source.split(', since ')[0]})")
@@ -235,7 +236,7 @@ def memory_need(cfg, split, process, parameters, on_cpu, writes):
 def volumes_kept(cfg):
     """How many volumes a rank keeps with data.in_memory."""
     try:
-        train, val, _ = read_datasets(cfg, headers_only=True)
+        train, val, _ = read_datasets(cfg, headers_only=True, inputs=VOLUMES_ALONE)
         return len(train) + len(val)
     except InputError:  # the training reports it; the files may arrive before it starts
         return cfg["data.expect_samples"]
