@@ -23,7 +23,7 @@ def run(tmp_path):
         content = state({**cfg, "run.seed": epoch}, epoch=epoch, step=6 * epoch)
         content["model"] = build_network({**cfg, "run.seed": epoch}).state_dict()
         checkpoint.save(tmp_path / "run", checkpoint.epoch_name(epoch, "d", "om_net"), content, {"val_dice": score},
-                        ("val_dice", score))
+                        ("val_dice", score, "here"))
     return tmp_path / "run"
 
 
