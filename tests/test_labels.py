@@ -77,7 +77,7 @@ def test_thin_structures_and_single_voxels_are_not_lost(shift):
     found = label_at(label, np.indices(label.shape) + shift)
     for value in (5, 7, 9):
         assert (found[label == value] == value).all()
-    assert (found[8, 9, 7:14] == 0).all()  # but for its mouths, which the space around widens
+    assert (found[8, 9, 8:13] == 0).all()  # but for its mouths, which the space around widens
     plain = plain_smooth(label, np.indices(label.shape))
     assert not {5, 7, 9} & set(np.unique(plain))  # the smoothing alone does lose them
 
@@ -141,7 +141,8 @@ def test_deformed_labels_continue_beyond_the_border():
 
 def test_a_map_that_goes_nowhere_stays_as_it_is():
     label = two_structures()
-    assert not np.array_equal(plain_smooth(label, np.indices(label.shape)), label), "smoothing alone rounds it off"
+    label[1, 1, 1] = 3
+    assert not np.array_equal(plain_smooth(label, np.indices(label.shape)), label), "smoothing alone loses a voxel"
     for shift in (0, 0.08):
         field = np.full((3, *label.shape), shift, np.float32)
         assert np.array_equal(apply_label(label, np.eye(4), field, np.eye(4)), label)
