@@ -403,8 +403,12 @@ def open_cache(folder, cfg, ranks=None):
                              "volume again for that.")
         path, mark = list_mark(cfg["data.root"])
         if path and mark != manifest.get("list", mark):  # caches of earlier versions have no mark
-            raise InputError(f"the list {path} has changed since data.cache {folder} was made; run OM_prepare.py with "
-                             "this config, which reads no volume again for new subjects, modalities or splits.")
+            sentence = (f"the list {path} has changed since data.cache {folder} was made; run OM_prepare.py with this "
+                        "config, which reads no volume again for new subjects, modalities or splits.")
+            if os.environ.get("OMNIMORPH_ROUND", "0") in ("", "0"):
+                raise InputError(sentence)
+            if show:  # a restart goes on with the volumes that it began with: an edit must not stop a campaign
+                print(f"warning: {sentence}", file=sys.stderr)
         if staged:
             folder, lock = stage(folder, manifest, cfg["data.stage"], show), None
         elif ranks and cfg["data.verify"]:

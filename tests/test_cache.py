@@ -595,7 +595,7 @@ def test_other_words_of_the_list_read_no_volume_again(made, place, tmp_path, cap
     assert run_here(made, place, "--verify", **changes) == DONE
 
 
-def test_an_edited_list_is_refused_until_the_cache_is_made_anew(tmp_path):
+def test_an_edited_list_is_refused_until_the_cache_is_made_anew(tmp_path, monkeypatch, capsys):
     """A volume that the list now holds out would be trained on."""
     write_volumes(tmp_path, range(6), side=8)
     rows, path, place = [f"data/imagesTr/v_{number:05d}.nii" for number in range(6)], tmp_path / "list.csv", (
@@ -611,6 +611,9 @@ def test_an_edited_list_is_refused_until_the_cache_is_made_anew(tmp_path):
         with pytest.raises(InputError, match=f"{path} .*has changed since .*run OM_prepare.py with this config, which "
                                              "reads no volume again for new subjects, modalities or splits"):
             read_datasets(cfg, headers_only=only)
+    monkeypatch.setenv("OMNIMORPH_ROUND", "3")  # a restart of a campaign
+    assert [len(part) for part in read_datasets(cfg)[:2]] == [6, 0] and "has changed since" in capsys.readouterr().err
+    monkeypatch.delenv("OMNIMORPH_ROUND")
     assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
     assert all(marks(place)[name] == mark for name, mark in before.items() if name.endswith(".npy"))
     assert [len(part) for part in read_datasets(cfg)[:2]] == [4, 2]
