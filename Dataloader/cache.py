@@ -407,7 +407,7 @@ def open_cache(folder, cfg, ranks=None):
                         "config, which reads no volume again for new subjects, modalities or splits.")
             if os.environ.get("OMNIMORPH_ROUND", "0") in ("", "0"):
                 raise InputError(sentence)
-            if show:  # a restart goes on with the volumes that it began with: an edit must not stop a campaign
+            if show:  # An edit must not stop a campaign, so its restarts keep the volumes of the cache.
                 print(f"warning: {sentence}", file=sys.stderr)
         if staged:
             folder, lock = stage(folder, manifest, cfg["data.stage"], show), None

@@ -163,16 +163,18 @@ def _step_between(path, headers):
     return step
 
 
-def read_itk(path):
-    """All voxels of a file or a DICOM series, axes i, j, k. Raises InputError if it is damaged."""
+def read_itk(path, dtype):
+    """All voxels of a file or a DICOM series, axes i, j, k. Raises InputError if it is damaged.
+
+    dtype: of the numbers, from `open_itk`. ITK would take the type of the first slice for all.
+    """
     sitk = import_sitk(path)
     try:
         files = files_of(sitk, path)
         if len(files) == 1:
             return sitk.GetArrayFromImage(sitk.ReadImage(files[0])).T
-        # ITK takes the type of the first slice for all, unless it is told.
-        kind = _number_type(sitk, [_header(sitk, file, path) for file in files])
-        return sitk.GetArrayFromImage(sitk.ReadImage(files, kind)).T
+        kind = next(theirs for theirs, ours in NUMBERS.items() if ours == dtype.name)
+        return sitk.GetArrayFromImage(sitk.ReadImage(files, getattr(sitk, kind))).T
     except RuntimeError as error:
         raise _unreadable(path, error) from error
 

@@ -398,7 +398,7 @@ def _read(path, dims):
 def read_voxels(path, image):
     """All voxels of an open file in its own (scaled) dtype. Raises InputError for a damaged file."""
     if formats.is_itk(path):
-        return formats.read_itk(path)
+        return formats.read_itk(path, image.get_data_dtype())
     kind = nibabel.MGHImage if ends_in(path, FREESURFER) else type(image)
     try:
         if ends_in(path, (".gz", ".mgz")):

@@ -144,8 +144,7 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
     differ from training, unless overrides name run.amp.
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
     """
-    device = device if isinstance(device, torch.device) else pick_device(device)
-    path = find_checkpoint(path)
+    device, path = pick_device(device), find_checkpoint(path)
     state = load_state(path, device)
     if not isinstance(state.get("config"), dict):
         raise InputError(f"{path} has no config: use a checkpoint that OM_train_3modes.py wrote.")

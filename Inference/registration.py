@@ -195,7 +195,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     if known is not None and model is not None:
         raise InputError("start: an earlier registration and a model were given, and both tell where to start; leave "
                          "out one of them.")
-    device = device if isinstance(device, torch.device) else pick_device(device)
+    device = pick_device(device)
     fixed_channels, moving_channels = ([each] if is_path(each) else [] if each is None else list(each)
                                        for each in (fixed_channels, moving_channels))
     require_memory(fixed, moving, 1 + len(fixed_channels) + (fixed_mask is not None), inverse)

@@ -109,7 +109,7 @@ def voxel_volume(affine, dims):
 
 
 def dice_text(row):
-    """The mean Dice of a row as the end of a caption; nothing without one, as where there are no labels."""
+    """The mean Dice of a row, to end a caption with; "" if the row has none, because it has no labels."""
     return "" if row.get("dice") is None else f", Dice {row['dice']:.3f}"
 
 

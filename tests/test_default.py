@@ -195,7 +195,7 @@ if not child:
     signal.alarm(60)
     omnimorph.register(*pair, affine=False, refine=1)
     os._exit(0)
-raise SystemExit(os.waitpid(child, 0)[1])
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200,
                           env={**os.environ, "OMP_NUM_THREADS": "2"})
