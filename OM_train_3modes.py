@@ -415,7 +415,7 @@ def train(cfg, args, ranks, folder):
     if is_main:
         training_state.announce(run)
     profile, pace = new_profile(args.profile, progress.step, ranks.rank, folder, run.device), new_pace()
-    steps_here, leave = 0, None  # steps of this launch; the agreed reason to leave
+    steps_here, step_s, leave = 0, 0.0, None  # steps of this launch, seconds of the last, the agreed reason to leave
 
     while progress.epoch < cfg["run.epochs"]:
         watchdog.phase("epoch")
@@ -432,7 +432,7 @@ def train(cfg, args, ranks, folder):
         with bar, below:
             for volumes, pairs in epoch_batches(cfg, run.dataset, run.listed, progress, split, ranks,
                                                 run.ddpm.draw, inputs):
-                steps_here += 1
+                steps_here, step_began = steps_here + 1, time.monotonic()
                 done = (progress.epoch * steps + progress.step_in_epoch) / (steps * cfg["run.epochs"])
                 lr = optim.learning_rate(cfg, progress.step, done)
                 for optimizer in run.optimizers.values():
@@ -443,7 +443,8 @@ def train(cfg, args, ranks, folder):
 
                 # Requests of this rank: to leave after this step, for the strongest reason, and to save.
                 reasons = {"steps": 0 < args.max_steps_before_restart <= steps_here,
-                           "time": 0 < args.max_seconds_before_restart < time.monotonic() - run.launched,
+                           # Another step like the last one, after this one, would end too late.
+                           "time": 0 < args.max_seconds_before_restart < step_began - run.launched + 2 * step_s,
                            "signal": watchdog.stop_requested(), "memory": memory.watch(run.watch, progress.step)}
                 wish = next((reason for reason in reversed(agree.REASONS) if reasons.get(reason)), None)
                 due = is_main and 0 < 60 * cfg["run.checkpoint_minutes"] < time.monotonic() - run.saved
@@ -451,6 +452,7 @@ def train(cfg, args, ranks, folder):
                 line, agreed = train_step(run, volumes, pairs, leave=wish, save=due)
                 advance(progress, split)
                 spent = watchdog.end_step()
+                step_s = time.monotonic() - step_began
                 line.update(lr=lr, samples=split.samples)
                 if is_main:
                     watchdog.event("step", **line, spent=spent)

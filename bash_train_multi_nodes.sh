@@ -158,7 +158,7 @@ require() {  # command, words: `supervise` it; unless it succeeds, the launch en
             43) finish 43 "$WHY" ;;
         esac  # else somebody has killed it, or is editing it: in a run that has trained, that passes
         WHY="\"$1\" of Supervisor/launcher.py ended with exit code $code"
-        ((ROUND == 0 || SECONDS >= ends)) && finish 43 "stopped: $WHY"
+        ((ROUND + ${SLURM_RESTART_COUNT:-0} == 0 || SECONDS >= ends)) && finish 43 "stopped: $WHY"
         say "$WHY: tried again"
         nap 10
     done
@@ -169,11 +169,12 @@ finish() {  # exit code, message: end what is left, unlock the folder; near the 
     supervise 300 clean
     say "$2"
     # What a round's judge has decided, it has told already.
-    [[ $1 == 43 && $2 != *verdict.json && -n ${OMNIMORPH_RUN:-} ]] && supervise 100 tell "$2"
+    [[ $1 == 43 && $2 != *verdict.json && -n ${OMNIMORPH_RUN:-}${SLURM_RESTART_COUNT:-} ]] &&
+        supervise 100 tell "$2" "${words[@]}"
     if [[ $LEAVING == USR1 && $1 == 42 && -n $UNDER_SLURM ]]; then
         supervise 240 requeue
         if ((code == 43)); then
-            supervise 100 tell "the job is not put back into the queue, see its log"
+            supervise 100 tell "the job is not put back into the queue, see its log" "${words[@]}"
             exit 43
         fi
     fi
@@ -187,6 +188,8 @@ finish() {  # exit code, message: end what is left, unlock the folder; near the 
 [[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-60}  # bars in a job's log: a line a minute
 unset RANK LOCAL_RANK WORLD_SIZE EXCLUDED OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_ATTEMPT OMNIMORPH_ROUND
 unset OMNIMORPH_STEP OMNIMORPH_STEP_BACK OMNIMORPH_STAGE
+unset SLURM_LABELIO SLURM_STDOUTMODE SLURM_STDERRMODE  # a user's: they change or redirect what srun passes on
+unset SLURM_GPUS  # of sbatch --gpus: each srun, also on one node, would ask for all of them; a step gets them anyway
 export OMNIMORPH_PATIENCE_S=600  # for what may pass, before the config with run.patience_s is read
 export AGAIN="the same command"
 [[ " $* " == *" --fresh "* ]] && AGAIN+=" without --fresh"
@@ -209,6 +212,7 @@ supervisor=("$SUPERVISOR" -ESm Supervisor.launcher)
 
 # shellcheck source=/dev/null
 source Scripts/settings.sh
+words=(-- "$@")
 choose_site
 require nodes
 SITE_OPTIONS=()

@@ -8,6 +8,7 @@ import json
 
 from Runtime.errors import InputError
 from Runtime.files import is_there, write_file
+from Runtime.manifest import durable_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +48,11 @@ def known_step(run, cfg):
 
 
 def fix_step(run, cfg, world_size):
-    """The step of a run: `known_step`, or else this launch's `new_step`, which it writes to step.json."""
-    step = known_step(run, cfg)
+    """The step of a run: `known_step`, or else this launch's `new_step`, which it writes to step.json.
+
+    A step that no launch has taken yet, since the first one was refused or died, binds nobody.
+    """
+    step = known_step(run, cfg) if durable_step(run) else None
     if step is None:
         step = new_step(cfg, world_size)
         write_file(run / "step.json", json.dumps(step) + "\n")

@@ -233,7 +233,8 @@ def join(ranks, device, cfg):
     """
     ranks.generation += 1
     ranks.cpu = None
-    backend_timeout = datetime.timedelta(seconds=cfg["run.backend_timeout_s"])
+    # Longer than the first deadline too: ranks that wait must not die before the one that hangs, and take its blame.
+    backend_timeout = datetime.timedelta(seconds=max(cfg["run.backend_timeout_s"], cfg["run.deadline_first_s"] + 60))
     agreement_timeout = datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"])
     if ranks.world_size == 1:
         return

@@ -166,13 +166,16 @@ def decide(lines, verdict, patience_s=0.0):
     """(decision of `end`, one sentence on what happens next).
 
     lines: of attempts.jsonl; the last is the end that `verdict` judges. Only ends of the same loop count. patience_s:
-    how long to retry refused starts in a loop that has trained before.
+    how long to retry refused starts in a loop, or a requeued job, that has trained before.
     """
     last = lines[-1]
     if verdict["cause"] == "done":
         return "done", "The training is complete."
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == last["loop"]]
-    has_trained = any(line["signature"][2] not in STARTING for line in ends)
+    jobs = {line["attempt"]: line.get("job") for line in lines if line["event"] == "begin"}
+    own = [line for line in lines if line["event"] == "end"
+           and (line["loop"] == last["loop"] or was_requeued() and jobs.get(line["attempt"]) == slurm_job())]
+    has_trained = any(line["signature"][2] not in STARTING for line in own)
     if is_refusal(last) and has_trained:  # someone is editing, or a node has lost something
         row = list(itertools.takewhile(is_refusal, reversed(ends)))
         if len(row) >= SAME_DEATHS and last["time"] - row[-1]["time"] >= patience_s:
@@ -200,6 +203,11 @@ def decide(lines, verdict, patience_s=0.0):
     if repeats == SAME_DEATHS - 1 and not back:
         return "step back", "The same death twice without a new durable step: goes one checkpoint back."
     return "continue", f"Continues from the newest checkpoint that verifies (step {last['durable']})."
+
+
+def was_requeued():
+    """Whether Slurm has started this job again, with no person waiting for it."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def went_back(lines, last):
@@ -237,22 +245,29 @@ def is_same(line, other):
 # Commands of the launcher
 # ---------------------------------------------------------------------------------------------------------------------
 
+def config_of(argv):
+    """The config of a training, flat. argv: its arguments, and maybe others. Raises InputError for a bad one."""
+    parser = argparse.ArgumentParser(prog="attempts")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    args = parser.parse_known_args(argv)[0]
+    patiently(lambda: is_there(args.config) and Path(args.config).read_bytes(), PATIENCE_S, args.config)
+    return load_config(args.config, args.overrides)
+
+
 def launcher_begin(argv):
     """Before a round: check the config, take the lock, number the attempt; print NAME=value lines for the launcher.
 
     argv: arguments of the training and those below. Raises InputError for a bad config or a folder in use.
     """
+    cfg = config_of(argv)
     parser = argparse.ArgumentParser(prog="attempts begin")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--launcher-pid", type=int, required=True)
     parser.add_argument("--nodes", type=int, default=1, help="nodes that are there")
     parser.add_argument("--tasks", type=int, required=True, help="ranks on each of them")
     parser.add_argument("--of", type=int, default=0, help="ranks that were asked for, before nodes were left out")
     args = parser.parse_known_args(argv)[0]
-    patiently(lambda: is_there(args.config) and Path(args.config).read_bytes(), PATIENCE_S, args.config)
-    cfg = load_config(args.config, args.overrides)
     floor, patience = cfg["run.deadline_floor_s"], cfg["run.patience_s"]
     run, token, requeued = take_folder(cfg, args.fresh, args.launcher_pid)
     step, nodes, tasks = patiently(lambda: share_out(run, cfg, args.nodes, args.tasks, args.of), patience, run)
@@ -281,8 +296,7 @@ def take_folder(cfg, fresh, launcher_pid):
     Returns: (Path of the folder, token of its lock, whether a requeued job continues there).
     """
     wait = functools.partial(patiently, seconds=cfg["run.patience_s"], subject=cfg["run.models"])
-    was_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    folder_of_job = wait(lambda: run_of_job(cfg)) if was_requeued else None
+    folder_of_job = wait(lambda: run_of_job(cfg)) if was_requeued() else None
     run = Path(os.environ.get("OMNIMORPH_RUN") or folder_of_job or wait(
         lambda: run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh, cfg)))
     token = wait(lambda: lock(run, stale_after_s(cfg), pid=launcher_pid, token=os.environ.get("OMNIMORPH_TOKEN")))
@@ -342,8 +356,13 @@ def launcher_gained(argv):
 
 
 def launcher_tell(argv):
-    """Call run.notify, because the launch stops. argv: [the sentence that says why]."""
-    notify_end(Path(os.environ["OMNIMORPH_RUN"]), {"decision": "stop", "sentence": argv[0]})
+    """Call run.notify, because the launch stops. argv: the sentence that says why, then arguments of the training.
+
+    A requeued job that cannot begin has no run yet; it stops that of its earlier start.
+    """
+    run = os.environ.get("OMNIMORPH_RUN") or was_requeued() and run_of_job(config_of(argv[1:]))
+    if run:
+        notify_end(Path(run), {"decision": "stop", "sentence": argv[0]})
 
 
 def stale_after_s(cfg):
@@ -371,7 +390,8 @@ def main(argv):
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         # In a run that has trained before, someone may be in the middle of an edit: the launcher tries again.
-        passes = argv[:1] == ["begin"] and "OMNIMORPH_TOKEN" in os.environ and not isinstance(error, TakenOver)
+        unattended = "OMNIMORPH_TOKEN" in os.environ or was_requeued()
+        passes = argv[:1] == ["begin"] and unattended and not isinstance(error, TakenOver)
         return 1 if passes else STOP
     except OSError as error:
         what = f"error: {error.filename or 'the run'}: {error.strerror or error}"

@@ -59,7 +59,8 @@ def answer(**variables):
     """Set variables here and in the shell that started this command."""
     for name, value in variables.items():
         os.environ[name] = " ".join(str(value).splitlines())
-        print("%s=%s" % (name, os.environ[name]))
+        # As bytes: in the locale C, Python 3.6 cannot print the name of a folder that is not ASCII.
+        sys.stdout.buffer.write(os.fsencode("%s=%s\n" % (name, os.environ[name])))
     sys.stdout.flush()
 
 
@@ -95,6 +96,11 @@ def nodes(words):
 def patience():
     """Seconds to wait for a transient fault to pass (run.patience_s)."""
     return math.floor(float(os.environ["OMNIMORPH_PATIENCE_S"]))
+
+
+def is_first_start():
+    """Whether a person has just started this launch: nobody waits for a later round, or for a job that is requeued."""
+    return os.environ["ROUND"] == "0" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 
 
 def excluded():
@@ -149,7 +155,7 @@ def preflight(words):
             answer(**scheduler.choose_nodes(patience(), excluded()))
             continue
         # 2: its command line. 43: in a run that has trained before, this may pass too. 76: the file system hangs.
-        if code != 76 and (code in (2, 43) and os.environ["ROUND"] == "0" or time.monotonic() >= ends):
+        if code != 76 and (code in (2, 43) and is_first_start() or time.monotonic() >= ends):
             raise Leave(43, "stopped: the preflight failed, see above")
         if time.monotonic() >= ends:
             repeat = []
@@ -204,13 +210,14 @@ def begin(words):
     command = attempts("begin", *training_words(words), "--launcher-pid", os.environ["LAUNCHER_PID"], "--nodes",
                        len(hosts), "--tasks", os.environ["TASKS"], "--of", os.environ["RANKS_ASKED"])
     while True:
+        scheduler.tell_jobs()
         code, found = ask(command, 3600, stoppable=True)
         if code == 0:
             break
         if ASKED:
             again = os.environ.get("AGAIN", "the same command")
             raise Leave(42, " before round %s; %s continues the run" % (number, again))
-        if code == 43 or code == 2 and number == "0":
+        if code == 43 or code == 2 and is_first_start():
             raise Leave(43, "stopped before round %s: see the error above" % number)
         if time.monotonic() >= ends:
             raise Leave(43, "stopped before round %s, after %d s of the error above" % (number, patience()))
@@ -368,8 +375,9 @@ def back_into_the_queue(words):
 
 
 def tell(words):
-    """Call the user's command (run.notify), because the launch stops for a reason that no round has. words: it."""
-    return ask(attempts("tell", *words), 90)[0]
+    """Call the user's command (run.notify), because the launch stops for a reason that no round has. words: it, then
+    those of the training."""
+    return ask(attempts("tell", words[0], *training_words(words[1:])), 90)[0]
 
 
 def dry_run(words):

@@ -82,7 +82,7 @@ def ask(command, seconds, stoppable=False, quiet=False, stdin=subprocess.DEVNULL
         code = code_of(process)
         output += process.stdout.read() or b""  # so far: a process that it started may still hold the pipe
         if code is not None:
-            return code, output.decode(errors="replace")
+            return code, os.fsdecode(output)
         if time.monotonic() >= ends:
             process.kill()
             return 137, ""

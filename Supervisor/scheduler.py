@@ -1,6 +1,7 @@
 """Slurm: nodes of the job, tasks and steps on them, its time limit and the queue. Standard library only."""
 import functools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,7 @@ def step(options, words):
 
 def end_steps():
     """Kill all tasks of earlier rounds of this launcher; other steps of the job are not its own."""
+    end_sruns()
     ends = time.monotonic() + (20 if os.environ.get("LEAVING") == "USR1" else 60)
     left = "Slurm does not answer"
     while time.monotonic() < ends:
@@ -57,6 +59,18 @@ def end_steps():
             ask(["scancel", "--signal=KILL", *own], 20, quiet=True)
         time.sleep(1)
     say("steps of earlier rounds do not end: " + left)
+
+
+def end_sruns():
+    """Kill every srun of this launcher: one that still waits for its step would start it beside the next round."""
+    name = ("--job-name=" + os.environ["STEP_NAME"]).encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/%s/cmdline" % pid, "rb") as file:
+                if name in file.read().split(b"\0"):
+                    os.kill(int(pid), signal.SIGKILL)
+        except OSError:  # it has ended, or is another user's
+            pass
 
 
 def on_all_nodes(nodes, command):
@@ -131,6 +145,14 @@ def number():
     return "%s_%s" % (array, task) if array else os.environ.get("SLURM_JOB_ID", "")
 
 
+def tell_jobs():
+    """Set OMNIMORPH_JOBS, the states of the user's jobs, for an attempt whose container has no Slurm."""
+    code, jobs = ask(["squeue", "-h", "--me", "-o", "%i=%T"], 20, quiet=True) if on_slurm() else (1, "")
+    os.environ.pop("OMNIMORPH_JOBS", None)
+    if code == 0:
+        os.environ["OMNIMORPH_JOBS"] = " ".join(jobs.split())
+
+
 def job(name):
     """A field of what Slurm says about this job."""
     return field(ask(["scontrol", "show", "job", "-o", number()], 20)[1], name)
@@ -153,7 +175,10 @@ def seconds_to_leave():
 
 
 def requeue(gained):
-    """Requeue the job; False if that would only repeat this start of it. gained: whether it made a step durable."""
+    """Requeue the job; False if Slurm refuses that, or if it would only repeat this start of it.
+
+    gained: whether it made a step durable.
+    """
     if job("JobState").startswith("CANCELLED"):  # by a person, meanwhile
         return True
     if not gained and (seconds_left() or 0) < LEAST_S:  # else it was preempted, and has had no chance
@@ -166,4 +191,4 @@ def requeue(gained):
             return True
         time.sleep(2)
     say("it could not be put back into the queue: the same command that submitted it continues the run")
-    return True
+    return False

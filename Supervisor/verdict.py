@@ -3,6 +3,8 @@
 Each rank leaves its log (Runtime/watchdog.py), to which the launcher appends the exit of the process, and its stacks.
 Below, a record is what `read_rank` returns; `records` has one for each rank, in rank order.
 """
+import errno
+import math
 import signal
 
 from Runtime.errors import PLANNED_RESTART, STOP, ranges
@@ -11,7 +13,7 @@ from Runtime.files import PASSING, read_lines
 # Errors of a backend when another rank is gone: a consequence, never the cause.
 ECHOES = ("closed by peer", "connection reset", "broken pipe", "timed out waiting", "connection refused", "heartbeat",
           "remote process", "connection was likely closed", "dist store", "diststore", "socket timeout",
-          "did not arrive", "cannot be reached")
+          "no route to host", "connection timed out", "network is unreachable", "did not arrive", "cannot be reached")
 # Causes of death by phrases of the exception, in lower case; the first match counts.
 KINDS = {
     "out of device memory": ("outofmemoryerror", "cuda out of memory", "xpu out of memory", "hip out of memory",
@@ -36,6 +38,7 @@ KINDS = {
 STARTING = ("launch", "start", "meet", "data set", "stage", "join", "restore")
 SYNCHRONISED = ("agree", "backward", "refresh")  # phases that no rank can leave before all ranks have arrived
 BAD_USAGE = (2, STOP)  # exit codes of a rank that refuses its command line, before it has a log
+NO_FILE = {errno.EAGAIN, errno.EINTR, errno.ECONNRESET}  # no process can be started, or one at the other end has died
 TAIL = 2 ** 20  # bytes of a rank's log that are read
 OVERSLEPT_S = 1.5  # if a rank outlives its deadline by this much more than others, its watchdog did not run
 
@@ -129,12 +132,13 @@ def exceptions(records):
 
 def what_killed_ranks(records):
     """(cause, rank, detail) of a native crash, of an exception that is no echo, or of a signal; else None."""
+    records = sorted(records, key=lambda record: (record["exit"] or {}).get("time", math.inf))
     crashes = [(record["rank"], crash) for record in records if (crash := native_crash(record))]
     for rank, crash in crashes:
         if not crash.startswith(("Aborted", "SIGABRT")):  # some backends abort when another rank dies
             return "crash in native code", rank, crash
     for _, rank, error, cause in exceptions(records):
-        if not any(echo in error.lower() for echo in ECHOES):
+        if cause == "disk" or not any(echo in error.lower() for echo in ECHOES):
             return cause, rank, error.splitlines()[0]
     # A rank that logged an exception was dying already when the signal came.
     killed = [record for record in records if is_ended(record) and ended_by(record) and not native_crash(record)
@@ -259,7 +263,7 @@ def ended_by(record):
 def name_error(error, number=None):
     """The cause of an attempt's end according to the text of an exception. number: its errno, if it has one."""
     text = error.lower()
-    if number in PASSING:
+    if number in PASSING - NO_FILE:
         return "disk"
     return next((kind for kind, signs in KINDS.items() if any(sign in text for sign in signs)), "exception")
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -192,6 +193,7 @@ def test_a_refusal_at_the_start_needs_a_person(tmp_path, phase):
 
 
 def refuse(run, patience_s, phase="data set", **more):
+    run.mkdir(exist_ok=True)
     attempt = begin(run, "loop", 1)
     refused = {"event": "refused", "error": "the cache is in use by OM_prepare", "phase": phase}
     write_rank(run, 0, refused, END, attempt=attempt, exit={"code": 43}, phase="exit", mode="", **more)
@@ -227,6 +229,16 @@ def never_started(run):
 
 def test_what_never_starts_in_a_new_loop_stops_after_three(tmp_path):
     assert [never_started(tmp_path) for _ in range(3)] == ["continue", "step back", "stop"]
+
+
+@pytest.mark.parametrize("restarts, decision", [("0", "stop"), ("1", "continue")])
+def test_a_requeued_job_that_has_trained_has_patience_as_nobody_waits_for_it(tmp_path, monkeypatch, restarts, decision):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert die(tmp_path, loop="former start") == "continue"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    assert refuse(tmp_path, 600) == decision
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert refuse(tmp_path / "other", 600) == "stop"
 
 
 @pytest.mark.parametrize("deaths, checked", [
@@ -338,8 +350,9 @@ def test_a_config_that_is_half_written_stops_a_new_run_but_not_one_that_has_begu
     half.write_text("base: config_demo.yaml\nrun:\n  epochs: [1,\n")
     words = ["begin", "--config", half, "--launcher-pid", os.getpid(), "--tasks", 1]
     assert call(*words).returncode == 43
-    again = call(*words, **mine)
-    assert again.returncode == 1 and "error: " in again.stderr and "half.yaml" in again.stderr
+    for unattended in (mine, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}):
+        again = call(*words, **unattended)
+        assert again.returncode == 1 and "error: " in again.stderr and "half.yaml" in again.stderr
 
 
 def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path):
@@ -358,7 +371,9 @@ def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, 
         found = share_out(tmp_path, config(**changes), nodes, 2, asked)
         return *found, capsys.readouterr().err
     whole = {"samples": 8, "pairs": 4, "ranks": 4}
+    assert split(1, 2)[0]["samples"] == 4
     assert split(2, 4) == (whole, 2, 2, "") and json.loads((tmp_path / "step.json").read_text()) == whole
+    durable(tmp_path, 4)  # from now on it is fixed: it has been taken
     assert split(1, 4) == (whole, 1, 2, "2 of 4 ranks (1 x 2) do the whole step of 8 samples, 2 batches each\n")
     step, *used, said = split(3, 8)  # three of four nodes: six ranks cannot share four batches
     assert (step, used) == (whole, [2, 2]) and "2 more could not share it evenly and stay idle" in said
@@ -397,6 +412,12 @@ def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_p
     again = call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
     found = taken(again.stdout)
     assert found["OMNIMORPH_RUN"] == first["OMNIMORPH_RUN"], "--fresh counts for its first start only"
+    kept = Path(first["OMNIMORPH_RUN"]) / "launches/0000/config.yaml"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(f"run:\n  notify: echo $OMNIMORPH_MESSAGE >> {tmp_path}/told\n")
+    for restarts in ("0", "1"):  # a first start has no run before it begins
+        call("tell", "no node", *arguments(tmp_path), SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
+    assert (tmp_path / "told").read_text() == "no node\n"
     assert (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == ("1", "1")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from OM_train_3modes import parse_arguments
+from Supervisor import launcher
 from Supervisor.attempts import history, read_lines
 from tests import launching
 from tests.faults.common import until
@@ -321,6 +322,20 @@ def test_what_runs_beside_slurm_needs_an_old_python_and_no_packages(name):
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported <= {"functools", "json", "math", "os", "shutil", "signal", "socket", "subprocess", "sys", "time",
                         "Supervisor", "Supervisor.processes", "Supervisor.scheduler"}
+
+
+def test_an_srun_whose_step_does_not_begin_ends_with_its_round(tmp_path, monkeypatch):
+    """It would start the ranks of this round beside those of the next one."""
+    for name, body in (("srun", "read -t 60 <> <(:)"), ("squeue", "")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STEP_NAME": f"omnimorph-{os.getpid()}",
+                "SLURM_JOB_ID": "7", "UNDER_SLURM": "1", "OMNIMORPH_RUN": str(tmp_path), "START_SECONDS": "1",
+                "LINGER": "9", "NODES": "a", "NODE_COUNT": "1", "RANKS": "1", "TASKS_PER_NODE": "1"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    assert launcher.run_step(["--config", "x.yaml"]) == 137 and time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("python, said", [("/nowhere/python", "lacks Python"), ("{bare} -S", "lacks torch")])

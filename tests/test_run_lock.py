@@ -258,6 +258,30 @@ def test_who_is_alive(tmp_path, slurm, state, holder, changes, touched, said):
         assert lock(tmp_path, 100) != before
 
 
+@pytest.mark.parametrize("jobs, job, touched, said", [
+    (None, "7", 50, "elsewhere"), (None, "7", 150, None), ("6=RUNNING 7=RUNNING", "7", 10 ** 6, "elsewhere"),
+    ("6=RUNNING 7=PENDING", "7", 0, None), ("", "7", 0, None), ("7_1=RUNNING", "7_2", 0, None)])
+def test_in_a_container_without_slurm_the_launcher_tells_which_jobs_live(tmp_path, monkeypatch, jobs, job, touched,
+                                                                        said):
+    monkeypatch.setattr(run_lock.shutil, "which", lambda name: None)
+    for name in ("OMNIMORPH_JOBS", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_CLUSTER_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    if jobs is not None:
+        monkeypatch.setenv("OMNIMORPH_JOBS", jobs)
+    lock_of_job(tmp_path, touched, ELSEWHERE, job=job, cluster="")
+    if said:
+        with pytest.raises(InputError, match=said):
+            lock(tmp_path, 100)
+    else:
+        assert lock(tmp_path, 100)
+
+
+def test_a_lock_that_somebody_has_removed_comes_back_with_the_token_of_the_launch(tmp_path):
+    token = lock(tmp_path, 100)
+    (tmp_path / "lock.json").unlink()
+    assert lock(tmp_path, 100, token=token) == token == read(tmp_path)["token"]
+
+
 @pytest.mark.parametrize("state, said", [("COMPLETING", "job 7 is just ending"),
                                          ("away", "Slurm does not say whether job 7 still runs")])
 def test_what_the_next_minute_will_tell_is_waited_for(tmp_path, slurm, state, said):

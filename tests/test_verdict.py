@@ -9,13 +9,13 @@ import time
 import pytest
 
 from Runtime.files import PASSING
-from Supervisor.verdict import judge, read_rank, sentence
+from Supervisor.verdict import NO_FILE, judge, read_rank, sentence
 from tests import launching
 from tests.tiny import ROOT
 
 NOW, DEADLINE = 1e9, 30.0
 END = {"event": "end", "spent": {}}
-KILLED, SEGFAULT, BY_LAUNCHER = {"code": 137}, {"code": 139}, {"code": 137, "by_launcher": True}
+KILLED, SEGFAULT, ABORT, BY_LAUNCHER = {"code": 137}, {"code": 139}, {"code": 134}, {"code": 137, "by_launcher": True}
 ECHO = "RuntimeError: [pair.cc:537] Read error [10.0.0.2]:52608: Connection reset by peer"
 
 
@@ -140,6 +140,13 @@ CASES = {
         [rank(phase=phase, **AT_DEADLINE), rank(died(ECHO, 3), phase="agree", number=51, exit=SEGFAULT, stack=words)],
         1, cause, culprit, "") for phase, cause, culprit in (("forward", "hang", 0), ("backward", "out of step", 1))
         for words in ("", "crash")},
+    "several aborts, the second rank's first": (
+        [rank(exit={**ABORT, "time": NOW + 2}), rank(exit={**ABORT, "time": NOW}), rank(exit=ABORT)], 134,
+        "crash in native code", 1, ""),
+    "several kills": ([rank(), rank(exit=KILLED), rank(exit={**KILLED, "time": NOW})], 137, "killed", 2, ""),
+    **{f"a node that died: {words}": ([rank(died(f"RuntimeError: [gloo/pair.cc:1] Read error [n2]: {words}", -1)),
+                                       rank(exit=None)], 1, "vanished", 1, "rank 1 left neither")
+       for words in ("No route to host", "Connection timed out", "Network is unreachable")},
     **{f"{name} without a stack": ([rank(exit=code)], 1, "crash in native code", 0, name)
        for code, name in ((139, "SIGSEGV"), (134, "SIGABRT"), (135, "SIGBUS"))},
     "an echo alone": ([rank(), rank(died(ECHO))], 1, "exception", 1, ECHO[:20]),
@@ -249,9 +256,10 @@ def test_the_first_own_exception_is_the_cause(tmp_path, error, cause):
 
 @pytest.mark.parametrize("number", sorted(PASSING))
 def test_every_fault_of_a_file_system_that_passes_is_a_disk(tmp_path, number):
+    """But not a process that cannot be started, nor another one that has died."""
     write_rank(tmp_path, 0, died(f"OSError: [Errno {number}] {os.strerror(number)}: 'x.pth'", errno=number),
                exit={"code": 1})
-    assert verdict_of(tmp_path, 1)["cause"] == "disk"
+    assert (verdict_of(tmp_path, 1)["cause"] == "disk") == (number not in NO_FILE)
 
 
 def run_watchdog(run, body):

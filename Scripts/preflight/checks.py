@@ -45,7 +45,8 @@ SHM = Path("/dev/shm")
 VOLUMES_ALONE = ("volumes",)  # only the training knows its modes, so it judges itself whether they have their pairs
 OPEN_FILES = 4096  # enough for the sockets of all ranks and the shared-memory files of all loader workers
 # Variables that name a node's or a rank's own devices, network cards and caches: they may differ.
-OWN = (*launch.VISIBLE, "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR")
+OWN = (*launch.VISIBLE, "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR",
+       "CUDA_CACHE_PATH", "SYCL_CACHE_DIR")
 OWN_ENDINGS = ("_IFNAME", "_HCA", "_NIC")
 GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 TINY = {"model.channels": [8, 8, 16], "model.attention_width": 16, "model.attention_heads": 2,
