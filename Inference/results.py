@@ -4,6 +4,7 @@ The row of a pair goes into results.json after the pair's files, with the size a
 row, or with files that differ from its row, counts as not done: a kill between two files leaves no row. The old files
 of a pair are removed before the first new one is written, so that a new image never lies beside an old field.
 """
+import contextlib
 import functools
 import json
 import os
@@ -66,16 +67,22 @@ def scores_csv(rows, columns):
 
 
 def read_results(out):
-    """What an earlier run left: {"version": str, "settings": dict, "pairs": {name: row, with the folder's whole path}}.
+    """What an earlier run left: {"version": str, "settings": dict, "pairs": {name: row, with the folder's whole path},
+    "failed": list of dicts of name and reason}.
 
     No pairs if results.json is missing or cannot be read.
     """
     try:
         content = json.loads((out / "results.json").read_text())
         rows = {row["name"]: {**row, "folder": str(out / row["folder"])} for row in content["pairs"]}
-        return {"version": content.get("version"), "settings": content.get("settings"), "pairs": rows}
+        if (content.get("settings") or {}).get("program") == "template":  # it may have been moved or copied
+            for row in rows.values():
+                row.update({key: str(out.resolve() / Path(row[key]).name) for key in ("fixed", "fixed_label")
+                            if key in row})
+        return {"version": content.get("version"), "settings": content.get("settings"), "pairs": rows,
+                "failed": content.get("failed", [])}
     except (OSError, ValueError, LookupError, TypeError):
-        return {"version": None, "settings": None, "pairs": {}}
+        return {"version": None, "settings": None, "pairs": {}, "failed": []}
 
 
 def parts_of(out):
@@ -101,13 +108,24 @@ def kept_rows(earlier, settings, pairs, out):
     for pair in pairs:
         row = earlier["pairs"].get(pair["name"])
         if row and row.get("source") == source_digests(pair) and not damage(row.get("files"), out):
-            kept[pair["name"]] = row
+            kept[pair["name"]] = with_paths_of(pair, row)
     return kept
 
 
+def with_paths_of(pair, row):
+    """A kept row with the paths that the files of its pair have now, since they may have been moved."""
+    return {**row, **{key: os.path.abspath(path) for key, path in pair.items()
+                      if key != "name" and isinstance(row.get(key), str)}}
+
+
 def source_digests(pair):
-    """SHA-256 of each file of a pair, {key: hex}, with one for a whole folder of DICOM slices; None if missing."""
-    return {key: digest(path) for key, path in pair.items() if key != "name"}
+    """SHA-256 of each file of a pair, {key: hex}, with one for a whole folder of DICOM slices; None if missing, or if
+    this user may not read it."""
+    digests = {key: None for key in pair if key != "name"}
+    for key in digests:
+        with contextlib.suppress(PermissionError):
+            digests[key] = digest(pair[key])
+    return digests
 
 
 def output_files(folder, disp=None):

@@ -4,12 +4,14 @@ Each image has its own vote: the atlases are registered to it here, and results 
 atlas that is the image itself never votes. One of the same person votes only on request, because the result would look
 better than for anybody else.
 """
+import contextlib
 import functools
+import os
 from pathlib import Path
 
 import numpy as np
 
-from Dataloader.formats import digest, size_and_time
+from Dataloader.formats import same_volume
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import read_label, read_numbers, read_raw_header, read_volume, write_volume
 from Dataloader.transforms import write_matrix
@@ -44,7 +46,7 @@ def segment(args):
                 "affine": args.affine, "labels": args.labels}
     options = {"similarity": args.similarity, "affine": args.affine, "device": pick_device(args.device).type}
     with common.locked(args.out, "segment") as out:
-        done = kept_images(images, voting, settings, out, args.again)
+        done = kept_images(images, voting, settings, out, args.again, args.keep)
         waiting = [item for item in images if item["id"] not in done]
         starts = rank_all(waiting, voting, options, settings, out, args)
         carried = carry_all(waiting, voting, starts, options, settings, out, args)
@@ -56,8 +58,10 @@ def segment(args):
         summary = {} if mean is None else {"dice": round(mean, 5)}
         code = common.end(out, rows, failed, settings, page, args.strict, {**summary, "atlases": len(atlases)})
         if not args.keep:
+            again = tuple(f"_to_{entry['name']}" for entry in failed)  # once mended, they need no registering
             for path in (out / "atlases").glob("*/warped*.nii.gz"):
-                path.unlink()
+                if not path.parent.name.endswith(again):
+                    path.unlink()
         return code
 
 
@@ -66,13 +70,12 @@ def voters(image, atlases, same_subject):
 
     The image itself never votes, as the same file or as a copy; other scans of its subject vote only if `same_subject`.
     """
-    may, said, own = [], [], None
+    may, said = [], []
     for atlas in atlases:
         if atlas["image"].resolve() == image["image"].resolve():
             continue
-        if size_and_time(atlas["image"])[0] == size_and_time(image["image"])[0]:
-            own = own or digest(image["image"])
-            if digest(atlas["image"]) == own:
+        with contextlib.suppress(PermissionError):  # the registration will give that as the reason
+            if same_volume(atlas["image"], image["image"]):
                 said.append(f"{image['id']}: the atlas {atlas['id']} is a copy of it and does not vote.")
                 continue
         if atlas["subject"] == image["subject"] and not same_subject:
@@ -91,10 +94,10 @@ def entry_of(image, atlases):
     return {"name": image["id"], **files}
 
 
-def kept_images(images, voting, settings, out, again):
+def kept_images(images, voting, settings, out, again, keep):
     """The ids of images that an earlier run has done with these candidates; their registered atlases may be gone.
 
-    For such an image, `voting` gets the atlases that were taken.
+    For such an image, `voting` gets the atlases that were taken. keep: only if the registered atlases are there.
     """
     earlier, done = read_results(out), set()
     if again:
@@ -104,6 +107,9 @@ def kept_images(images, voting, settings, out, again):
         if not row or row.get("candidates") != of_it["candidates"]:
             continue
         taken = [atlas for atlas in of_it["atlases"] if atlas["id"] in row["taken"]]
+        warped = [out / "atlases" / f"{atlas['id']}_to_{item['id']}/warped.nii.gz" for atlas in taken]
+        if keep and not all(path.is_file() for path in warped):
+            continue
         if kept_rows(earlier, settings, [entry_of(item, taken)], out):
             of_it["atlases"] = taken
             done.add(item["id"])
@@ -131,7 +137,7 @@ def rank_all(images, voting, options, settings, out, args):
     where = out / "ranking"
     where.mkdir(exist_ok=True)
     tasks = [(entry, where) for entry in pairs_of(images, voting)]
-    rows, failed = do_all(where, tasks, functools.partial(rank, options), settings, args.workers, "comparing", "atlas",
+    rows, failed = do_all(where, tasks, functools.partial(rank, options), settings, args.workers, "comparing", "pair",
                           args.again)
     why = {entry["name"]: entry["reason"] for entry in failed}
     found = {row["name"]: row for row in rows}
@@ -167,7 +173,7 @@ def carry_all(images, voting, starts, options, settings, out, args):
         return {}
     where.mkdir(exist_ok=True)
     rows, failed = do_all(where, tasks, functools.partial(carry, str(where), starts, options, args.labels), settings,
-                          args.workers, "registering", "atlas", args.again)
+                          args.workers, "registering", "pair", args.again)
     return {**{row["name"]: row for row in rows}, **{entry["name"]: entry["reason"] for entry in failed}}
 
 
@@ -229,7 +235,7 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
     values = sorted(set().union(*(np.unique(each).tolist() for each in known)) - {0})
     labels = {str(value): sizes(label == value, doubt, affine) for value in values}
     inside = doubt[label != 0]
-    row = {"name": entry["name"], "folder": str(folder), "image": str(Path(entry["image"]).resolve()),
+    row = {"name": entry["name"], "folder": str(folder), "image": os.path.abspath(entry["image"]),
            "candidates": of_it["candidates"], "taken": list(found), "voted": good, "warnings": sentences,
            "doubt": float(inside.mean()) if inside.size else 1.0,
            "doubtful_percent": 100.0 * float((inside > DOUBTFUL).mean()) if inside.size else 100.0}

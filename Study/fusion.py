@@ -4,8 +4,9 @@ Around every voxel where the maps disagree, a patch of the image is compared wit
 First each atlas is shifted by at most a voxel to its best fit; then the atlases are weighted. Two atlases that err in
 the same way count as one: from the differences d_i of the patches, M_ij = (|d_i| . |d_j|)^BETA estimates how probably
 both are wrong together, and the weights M^-1 1 / (1' M^-1 1) minimise the expected error (Wang et al., "Multi-Atlas
-Segmentation with Joint Label Fusion", IEEE TPAMI 2013). A patch votes for all of its voxels: the weights of a voxel are
-the mean over the patches that contain it.
+Segmentation with Joint Label Fusion", IEEE TPAMI 2013). A patch votes for all of its voxels, each atlas with its own
+weight and shift there. Atlases vote with whole voxels; away from thin structures, smoothed votes are nearer to the
+truth.
 """
 import itertools
 
@@ -17,7 +18,10 @@ PATCH = 2  # voxels by which a patch extends to each side
 SEARCH = 1  # voxels by which an atlas may be moved to fit better
 BETA = 2.0  # how steeply a difference counts
 ALPHA = 1.0  # times the mean of the diagonal is added to it; with less, few atlases decide, chance errors included
+SIGMA = 0.9  # voxels, smoothing of the votes for structures that are not thin
+THICK = 0.7  # share of the atlases in which a voxel has to belong to such a structure
 CHUNK = 20_000  # voxels at a time
+MARGIN = PATCH + SEARCH
 
 
 def fuse(image, atlases, maps):
@@ -36,8 +40,16 @@ def fuse(image, atlases, maps):
     box = around(disputed, PATCH + SEARCH + 1)
     # The limits below are for intensities that vary by about 1.
     image, *atlases = ((each[box] / (each.std(dtype=np.float64) or 1)).astype(np.float32) for each in (image, *atlases))
-    weights, voted = weigh(image, atlases, maps[(slice(None), *box)], disputed[box])
-    return count(maps[0], disputed, averaged(weights, disputed[box]), voted)
+    values, numbers = np.unique(maps[(slice(None), *box)], return_inverse=True)
+    inside = disputed[box]
+    numbers = numbers.reshape(len(maps), *inside.shape)
+    votes = count(*weigh(image, atlases, inside), numbers, len(values), inside)
+    thick = np.mean([is_thick(each) for each in numbers], axis=0)[inside] > THICK
+    votes[thick] = smoothed(votes, inside)[thick]
+    label, doubt = maps[0].copy(), np.zeros(disputed.shape, np.float32)
+    label[disputed] = values[votes.argmax(1)]
+    doubt[disputed] = np.clip(1 - votes.max(1) / np.maximum(votes.sum(1), 1e-6), 0, 1)
+    return label, doubt
 
 
 def around(mask, margin):
@@ -46,52 +58,54 @@ def around(mask, margin):
     return tuple(slice(max(side.start - margin, 0), side.stop + margin) for side in box)
 
 
-def weigh(image, atlases, maps, disputed):
-    """The weight of each atlas in each disputed voxel, and the label it votes for.
+def weigh(image, atlases, disputed):
+    """How much each atlas counts in the patch around each disputed voxel, and where it fits best there.
 
-    Arguments as for `fuse`, cut to a box. Returns: weights (n, K) float32, which add up to 1; labels (n, K).
+    Arguments as for `fuse`, cut to a box. Returns: weights (n, K) float32, which add up to 1; numbers (n, K) of the
+    shifts, in the order of `neighbours`.
     """
-    dims, reach = image.ndim, PATCH + SEARCH
-    image, *atlases = (np.pad(np.asarray(each, np.float32), reach, mode="edge") for each in (image, *atlases))
-    maps = np.stack([np.pad(each, reach, mode="edge") for each in maps])
-    strides = np.array([int(np.prod(image.shape[axis + 1:])) for axis in range(dims)])
-    cube = np.array(list(itertools.product(range(-PATCH, PATCH + 1), repeat=dims))) @ strides
-    shifts = np.array(sorted(itertools.product(range(-SEARCH, SEARCH + 1), repeat=dims),
-                             key=lambda shift: np.square(shift).sum())) @ strides  # ties go to the shortest
-    places = np.ravel_multi_index(tuple(axis + reach for axis in np.nonzero(disputed)), image.shape)
-    flat, flats = torch.from_numpy(image.ravel()), [torch.from_numpy(atlas.ravel()) for atlas in atlases]
-    best = [best_shift(image, atlas, shifts, places, 2 * PATCH + 1) for atlas in atlases]
-    cube = torch.from_numpy(cube)
-    weights = []
+    image, *atlases = (np.pad(each, MARGIN, mode="edge") for each in (image, *atlases))
+    steps = np.cumprod([1, *image.shape[:0:-1]])[::-1]  # of the flat array, along each axis
+    cube = torch.from_numpy(neighbours(PATCH, image.ndim) @ steps)
+    shifts = neighbours(SEARCH, image.ndim) @ steps
+    places = np.ravel_multi_index(tuple(axis + MARGIN for axis in np.nonzero(disputed)), image.shape)
+    best = np.stack([best_shift(image, atlas, shifts, places) for atlas in atlases], 1)
+    own, others, weights = torch.from_numpy(image.ravel()), [torch.from_numpy(atlas.ravel()) for atlas in atlases], []
     for start in range(0, len(places), CHUNK):
-        part = torch.from_numpy(places[start:start + CHUNK])
-        own = normalised(flat[part[:, None] + cube])
-        apart = torch.stack([(own - normalised(each[(part + torch.from_numpy(shift[start:start + CHUNK]))[:, None]
-                                                    + cube])).abs() for each, shift in zip(flats, best)], 1)
-        weights.append(joint_weights(apart))
-    voted = np.stack([labels.ravel()[places + shift] for labels, shift in zip(maps, best)], 1)
-    return torch.cat(weights).numpy(), voted
+        part, moved = places[start:start + CHUNK], shifts[best[start:start + CHUNK]]
+        patches = normalised(own[torch.from_numpy(part)[:, None] + cube])
+        apart = [patches - normalised(atlas[torch.from_numpy(part + shift)[:, None] + cube])
+                 for atlas, shift in zip(others, moved.T)]
+        weights.append(joint_weights(torch.stack(apart, 1).abs()))
+    return torch.cat(weights).numpy(), best
 
 
-def best_shift(image, atlas, shifts, places, width):
-    """The shift, in steps of the flat array, that makes an atlas look most like the image around each place: (n,).
+def neighbours(reach, dims):
+    """Offsets of the voxels up to `reach` away along each axis, (count, dims) ints, the nearest first."""
+    around = itertools.product(range(-reach, reach + 1), repeat=dims)
+    return np.array(sorted(around, key=lambda offset: np.square(offset).sum()))
 
-    The measure is the correlation of the two patches, by running sums over the whole box. width: of a patch, in voxels.
+
+def best_shift(image, atlas, shifts, places):
+    """The number of the shift that makes an atlas look most like the image around each place, (n,); ties: the first.
+
+    The measure is the correlation of the two patches, by running sums over the whole box. shifts, places: in the flat
+    arrays.
     """
     def mean(volume):
-        return ndimage.uniform_filter(volume, width, mode="nearest").ravel()
+        return ndimage.uniform_filter(volume, 2 * PATCH + 1, mode="nearest").ravel()
 
     own, other = image - image.mean(), atlas - atlas.mean()
     own_mean, other_mean = mean(own), mean(other)
     own_spread = np.sqrt(np.maximum(mean(own * own) - own_mean ** 2, 1e-12))
     other_spread = np.sqrt(np.maximum(mean(other * other) - other_mean ** 2, 1e-12))
     found, most = np.zeros(len(places), np.int64), np.full(len(places), -np.inf, np.float32)
-    for shift in shifts:
+    for number, shift in enumerate(shifts):
         moved = np.roll(other, -shift)  # of the flat array; the padding absorbs what wraps around
         product = mean(own * moved)[places] - own_mean[places] * other_mean[places + shift]
         alike = product / (own_spread[places] * other_spread[places + shift])
         better = alike > most + 1e-6
-        found[better], most[better] = shift, alike[better]
+        found[better], most[better] = number, alike[better]
     return found
 
 
@@ -113,24 +127,37 @@ def joint_weights(apart, beta=BETA, alpha=ALPHA):
     return weights / weights.sum(1, keepdim=True).clamp(min=1e-12)
 
 
-def averaged(weights, disputed):
-    """The mean weights of the patches that contain each disputed voxel, (n, K). disputed: where the n weights are."""
-    width, found = 2 * PATCH + 1, np.empty_like(weights)
-    share = ndimage.uniform_filter(disputed.astype(np.float32), width, mode="constant")[disputed]
-    for number in range(weights.shape[1]):
-        volume = np.zeros(disputed.shape, np.float32)
-        volume[disputed] = weights[:, number]
-        found[:, number] = ndimage.uniform_filter(volume, width, mode="constant")[disputed] / share
+def count(weights, best, numbers, kinds, disputed):
+    """The votes in each disputed voxel, (n, kinds) float32: of each patch that contains it.
+
+    weights, best: from `weigh`. numbers: (K, *size), the labels as 0 .. kinds - 1. disputed: (*size) booleans.
+    """
+    votes, volume = np.zeros((len(weights), kinds), np.float32), np.zeros(disputed.shape, np.float32)
+    rows, places = np.arange(len(weights)), np.argwhere(disputed) + SEARCH
+    for atlas, labels in enumerate(np.pad(each, SEARCH, mode="edge") for each in numbers):
+        for number, shift in enumerate(neighbours(SEARCH, disputed.ndim)):
+            volume[disputed] = np.where(best[:, atlas] == number, weights[:, atlas], 0)
+            share = ndimage.uniform_filter(volume, 2 * PATCH + 1, mode="constant")[disputed]
+            votes[rows, labels[tuple((places + shift).T)]] += share
+    return votes
+
+
+def is_thick(labels):
+    """Where a structure, or the background, is at least three voxels thick: (*size) booleans. labels: ints >= 0."""
+    reach = 2
+    wide = np.pad(labels, reach, mode="symmetric")
+    found, ball = np.zeros(wide.shape, bool), ndimage.generate_binary_structure(labels.ndim, 2)
+    for value, box in enumerate(ndimage.find_objects(wide + 1)):
+        if box is not None:
+            box = tuple(slice(max(side.start - reach, 0), side.stop + reach) for side in box)
+            found[box] |= ndimage.binary_opening(wide[box] == value, ball)
+    return found[(slice(reach, -reach),) * labels.ndim]
+
+
+def smoothed(votes, disputed):
+    """The votes (n, kinds) in the disputed voxels, smoothed by SIGMA. disputed: (*size) booleans."""
+    found, volume = np.empty_like(votes), np.zeros(disputed.shape, np.float32)
+    for kind in range(votes.shape[1]):
+        volume[disputed] = votes[:, kind]
+        found[:, kind] = ndimage.gaussian_filter(volume, SIGMA)[disputed]
     return found
-
-
-def count(agreed, disputed, weights, voted):
-    """Label and doubt from the votes. agreed: (*size), the label where nothing is disputed. Others from `weigh`."""
-    winner, most = voted[:, 0].copy(), np.full(len(voted), -1.0, np.float32)
-    for value in np.unique(voted):
-        share = np.where(voted == value, weights, 0).sum(1)
-        better = share > most
-        winner[better], most[better] = value, share[better]
-    label, doubt = agreed.copy(), np.zeros(agreed.shape, np.float32)
-    label[disputed], doubt[disputed] = winner, np.clip(1 - most / np.maximum(weights.sum(1), 1e-6), 0, 1)
-    return label, doubt

@@ -83,7 +83,9 @@ def map_subject(out, smooth_mm, rows, entry, folder, earlier):
     """Write both maps of one subject and return its row, with the mean change of each label."""
     row, dims = rows[entry["name"]], dims_of(entry["fixed"])
     grid, affine = read_volume(entry["fixed"], dims)
-    field, _ = read_field(entry["field"], dims)
+    field, own = read_field(entry["field"], dims)
+    require_same_grid(f"{entry['field']}: the field", field.shape[1:], own, entry["fixed"], grid.shape, affine,
+                      "register the subject again")
     rest = without_affine(field, row["matrix"], affine, row.get("start"))
     maps = [log_determinant(torch.from_numpy(each)[None]) for each in (field, rest)]
     labels = None
@@ -91,7 +93,7 @@ def map_subject(out, smooth_mm, rows, entry, folder, earlier):
         labels, own = read_label(entry["labels"], dims)
         require_same_grid(f"{entry['labels']}: the label map", labels.shape, own, entry["fixed"], grid.shape, affine,
                           "give one on the template's grid")
-    result = {"background": str(entry["fixed"]), "verdict": row.get("verdict", "ok"), "reason": row.get("reason", "")}
+    result = {"fixed": str(entry["fixed"]), "verdict": row.get("verdict", "ok"), "reason": row.get("reason", "")}
     return finish(out, folder, entry, result, maps, affine, labels, smooth_mm, [])
 
 
@@ -169,7 +171,7 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     worst = max(founds, key=lambda found: (VERDICTS.index(found.verdict), -found.similarity))
     verdict, reason = max((worst.verdict, worst.reason), judge({**scores_of(worst), "one_sign": ways[0].one_sign}),
                           key=lambda each: VERDICTS.index(each[0]))
-    result = {"background": str(folder / MIDDLE), **scores_of(worst), "verdict": verdict, "reason": reason}
+    result = {**scores_of(worst), "verdict": verdict, "reason": reason}
     return finish(out, folder, entry, result, maps, affine, labels, smooth_mm, [folder / MIDDLE])
 
 
@@ -220,8 +222,9 @@ def write_maps_page(out, rows, failed, args):
     write_table(out / "jacobian.tsv", ["name", "label", *columns], table)
     what, pictures = "later scan" if args.scans else "subject", []
     for row in rows:
-        dims = dims_of(row["background"])
-        grid, affine = read_numbers(row["background"], dims)
+        background = row.get("fixed") or Path(row["folder"]) / MIDDLE
+        dims = dims_of(background)
+        grid, affine = read_numbers(background, dims)
         change = read_numbers(Path(row["folder"]) / WHOLE, dims)[0]
         pictures.append((row["name"], thumbnail(grid, affine, (), change / SHOWN), row["name"], ""))
     lines = [[entry["name"], entry["label"], entry["change_percent"], entry["change_without_affine_percent"],

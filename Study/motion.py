@@ -17,7 +17,7 @@ from Inference.results import do_all
 from Report.charts import grid, line_chart
 from Report.page import table_html
 from Runtime.device import pick_device
-from Runtime.errors import InputError
+from Runtime.errors import InputError, attempt
 from Runtime.files import sha256, write_file
 from Study.common import aligned, end, finished_row, locked, write_study_page, write_table
 from Study.thumbnails import gallery_html, thumbnail
@@ -57,7 +57,7 @@ def motion(args):
             if number < passes - 1:
                 write_volume(out / "reference.nii.gz", mean_of(rows), affine)
         table = join(out, rows, args.series, shape, affine)
-        page = write_motion_page(out, table, failed, affine, args)
+        page = write_motion_page(out, rows, table, failed, affine, args)
         mean = average([row["framewise_displacement"] for row in table])
         return end(out, rows, failed, settings, page, args.strict,
                    {"frames": len(table), "mean_displacement_mm": mean and round(mean, 4)})
@@ -87,7 +87,13 @@ def align_block(out, series, count, options, entry, folder, earlier):
     start = int(entry["name"].rpartition("_")[2])
     affine, begin, volumes, frames = shape_of(series)[1], {}, [], []
     for number in range(start, min(start + BLOCK, count)):
-        found = aligned(entry["reference"], (frame_of(series, number), affine), **options, **begin)
+        image = attempt(f"{series}, frame {number}", frame_of, series, number)
+        if isinstance(image, str):  # later frames keep their numbers
+            volumes.append(np.zeros(shape_of(series)[0][:3], np.float32))
+            frames.append({"frame": number, "matrix": None, "similarity": None, "similarity_before": None,
+                           "verdict": "failed", "reason": image})
+            continue
+        found = aligned(entry["reference"], (image, affine), **options, **begin)
         begin = {} if found.verdict == "failed" else {"start": found.known if options["refine"] else found.matrix}
         volumes.append(found.warped)
         frames.append({"frame": number, "matrix": found.matrix.tolist(), "similarity": found.similarity,
@@ -108,7 +114,8 @@ def blocks_of(rows):
 def mean_of(rows):
     """The mean of all aligned frames, (D, H, W) float32."""
     total = sum(np.asarray(block, np.float64).sum(-1) for block in blocks_of(rows))
-    return (total / sum(len(row["frames"]) for row in rows)).astype(np.float32)
+    count = sum(frame["matrix"] is not None for row in rows for frame in row["frames"])
+    return (total / max(count, 1)).astype(np.float32)
 
 
 def join(out, rows, series, shape, affine):
@@ -121,10 +128,11 @@ def join(out, rows, series, shape, affine):
     centre_mm = (affine @ [*(np.subtract(shape[:3], 1) / 2), 1])[:3]
     table, before = [], None
     for frame in (frame for row in rows for frame in row["frames"]):
-        now = parameters_of(np.array(frame["matrix"]), centre_mm)
+        now = None if frame["matrix"] is None else parameters_of(np.array(frame["matrix"]), centre_mm)
         follows = table and frame["frame"] == table[-1]["frame"] + 1  # not so after a block that failed
-        moved = displacement(now - before) if follows else None
-        table.append({"frame": frame["frame"], **dict(zip(PARAMETERS, now.tolist())), "framewise_displacement": moved,
+        moved = displacement(now - before) if follows and now is not None and before is not None else None
+        table.append({"frame": frame["frame"], **dict(zip(PARAMETERS, [None] * 6 if now is None else now.tolist())),
+                      "framewise_displacement": moved,
                       **{key: frame[key] for key in ("similarity_before", "similarity", "verdict")}})
         before = now
     write_table(out / "motion.tsv", list(table[0]), table)
@@ -147,7 +155,7 @@ def displacement(change):
     return float(np.abs(change[:3]).sum() + RADIUS_MM * np.abs(change[3:]).sum())
 
 
-def write_motion_page(out, table, failed, affine, args):
+def write_motion_page(out, rows, table, failed, affine, args):
     """Write motion.html. Returns: the page's path."""
     moved = [row["framewise_displacement"] for row in table if row["framewise_displacement"] is not None]
     many = [row for row in table if (row["framewise_displacement"] or 0) > MOVED_MM]
@@ -159,9 +167,11 @@ def write_motion_page(out, table, failed, affine, args):
               row["similarity_before"], row["similarity"], row["verdict"]] for row in table]
     reference = read_numbers(out / "reference.nii.gz", 3)[0]
     series = np.asanyarray(open_nifti(out / "aligned.nii.gz").dataobj)
+    good = np.array([row["similarity"] is not None for row in table])  # the others are empty
     pictures = [("reference", thumbnail(reference, affine), "reference", ""),
-                ("mean", thumbnail(series.mean(-1), affine), "mean of the aligned frames", ""),
-                ("spread", thumbnail(series.std(-1), affine), "standard deviation over the aligned frames", "")]
+                ("mean", thumbnail(series.mean(-1, where=good), affine), "mean of the aligned frames", ""),
+                ("spread", thumbnail(series.std(-1, where=good), affine),
+                 "standard deviation over the aligned frames", "")]
     frames = [row["frame"] for row in table]
     charts = [line_chart(title, [(key, frames, np.array([row[key] for row in table], float)) for key in keys],
                          across="frame")
@@ -174,4 +184,4 @@ def write_motion_page(out, table, failed, affine, args):
                                                      "sort.",
                                       [None, *[".4f"] * 6, ".3f", ".3f", ".3f", None]))]
     lead = f"{args.series}, aligned to {args.reference}."
-    return write_study_page(out / "motion.html", "Motion", lead, cards, [], failed, sections)
+    return write_study_page(out / "motion.html", "Motion", lead, cards, rows, failed, sections)

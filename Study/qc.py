@@ -4,7 +4,6 @@ Every row is judged again among all the others. A number is an outlier if it is 
 deviations (1.48 median absolute deviations) from the median, on its bad side.
 """
 import functools
-import json
 import statistics
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from Dataloader.volume import dims_of
 from Inference.labels import apply_field
 from Inference.results import do_all, read_results
 from Inference.scores import COLUMNS, heading, in_range
-from Inference.verdict import LEAST_LIST, LEAST_SPREAD, OUTLIER, VERDICTS, judge_list
+from Inference.verdict import FOLDED_PERCENT, LEAST_LIST, LEAST_SPREAD, OUTLIER, VERDICTS, judge_list
 from Report.page import table_html
 from Runtime.errors import InputError
 from Runtime.files import write_file
@@ -25,6 +24,8 @@ from Study.thumbnails import gallery_html, thumbnail
 BAD_SIDE = {"similarity": -1, "dice": -1, "tre_mm": 1, "folding_body_percent": 1, "sdlogj": 1, "covered_percent": -1,
             "turn_degrees": 1, "scale_most": 1, "scale_least": -1, "shear_degrees": 1, "doubt": 1,
             "doubtful_percent": 1}
+DRAWN = ("folder", "picture", "files", "source", "warnings")  # of a row: what belongs to its picture
+LEAST = {"folding_body_percent": FOLDED_PERCENT[0] / 5, "turn_degrees": 1.0, "shear_degrees": 1.0}  # spread that counts
 BRIGHT = 0.3  # of the range of a fixed volume: the outline at this intensity replaces missing labels
 
 
@@ -38,7 +39,7 @@ def qc(args):
         drawn, undrawn = do_all(out, tasks, draw, settings, args.workers, "drawing", "subject", args.again)
         # Pictures are kept from an earlier run, numbers are not: outliers depend on all subjects of now.
         now = {row["name"]: row for row in rows}
-        drawn = [{**row, **numbers_of(now[row["name"]])} for row in drawn]
+        drawn = [{"labels": {}, **numbers_of(now[row["name"]]), **{key: row[key] for key in DRAWN}} for row in drawn]
         page = write_qc_page(out, drawn, failed + undrawn, args)
         counts = {word: sum(row["verdict"] == word for row in drawn) for word in VERDICTS}
         return end(out, drawn, failed + undrawn, settings, page, args.strict,
@@ -51,14 +52,17 @@ def all_rows(sources):
     for source in map(Path, sources):
         folder = source if source.is_dir() else source.parent
         found = list(read_results(folder)["pairs"].values())
-        if not found:
+        left_out = read_results(folder)["failed"]
+        if not found and not left_out:
             raise InputError(f"{source}: no results.json with results; give the --out of register, template or "
                              "segment.")
         judged = judge_list(found) if all("similarity" in row for row in found) else found
         prefix = f"{folder.name}/" if len(sources) > 1 else ""
-        failed += [{**entry, "name": prefix + entry["name"]}
-                   for entry in json.loads((folder / "results.json").read_text()).get("failed", [])]
+        failed += [{**entry, "name": prefix + entry["name"]} for entry in left_out]
         rows += [{**row, **outlier_of(row, judged), "name": prefix + row["name"]} for row in judged]
+    if not rows:
+        raise InputError(f"{sources[0]}: none of its {len(failed)} entries could be processed: "
+                         f"{failed[0]['name']}: {failed[0]['reason']}")
     names = [row["name"] for row in rows]
     if len(set(names)) < len(names):
         raise InputError(f"{sources[0]}: two of the folders have the same name and subject; give them one by one.")
@@ -74,7 +78,7 @@ def outlier_of(row, rows):
             continue
         middle = statistics.median(values)
         spread = 1.48 * statistics.median(abs(value - middle) for value in values)
-        far = bad * (row[key] - middle) / max(spread, LEAST_SPREAD * abs(middle), 1e-6)
+        far = bad * (row[key] - middle) / max(spread, LEAST_SPREAD * abs(middle), LEAST.get(key, 1e-6))
         if far > worst:
             worst, name = far, key
     return {"outlier": name if worst > OUTLIER else "", "outlier_z": worst}
@@ -115,7 +119,7 @@ def draw_row(out, rows, entry, folder, earlier):
     else:
         raise InputError(f"{row['folder']}: it has neither a warped volume nor a label map; compute these results "
                          "again.")
-    path = folder / f"{entry['name'].replace('/', '_')}.png"
+    path = folder / f"{entry['name'].replace('/', '%2F')}.png"
     write_file(path, thumbnail(image, affine, outlines, heat))
     return finished_row({**numbers_of(row), "folder": str(folder), "picture": path.name}, entry, out, [path])
 

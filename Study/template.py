@@ -9,6 +9,7 @@ not find the fields again from scratch: each continues the previous round's fiel
 """
 import functools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from scipy import linalg, ndimage
 
 from Dataloader.formats import digest
-from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid
+from Dataloader.grids import intensity_range, require_same_grid, rescale, to_canonical, to_grid
 from Dataloader.nifti import read_label, read_volume, write_field, write_volume
 from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import compose, exponential, then_affine
@@ -24,7 +25,15 @@ from Diffusion.metrics import average, dice
 from Inference.bids import require_own_names
 from Inference.labels import apply_field, apply_label, vote, without_affine
 from Inference.registration import Known
-from Inference.results import damage, do_all, file_digests, read_results, source_digests
+from Inference.results import (
+    damage,
+    do_all,
+    file_digests,
+    read_results,
+    source_digests,
+    with_paths_of,
+    write_results,
+)
 from Inference.verdict import judge_list
 from Report.charts import grid, line_chart
 from Report.page import table_html
@@ -56,6 +65,8 @@ def template(args):
                 "spacing_mm": args.spacing, "sharpen": args.sharpen,
                 "start": args.start and (digest(args.start) or args.start)}
     options = {"similarity": args.similarity, "device": pick_device(args.device).type}
+    if args.start:
+        read_source(str(args.start), "start")  # refuses it before anything is dropped
     with common.locked(args.out, "template") as out:
         earlier = None if args.again else finished_earlier(items, settings, out)
         rows, failed, history = earlier or build(items, options, settings, out, args)
@@ -77,21 +88,23 @@ def finished_earlier(items, settings, out):
     """rows, failed and history of an earlier run, if it finished with these subjects and files; else None."""
     earlier = read_results(out)
     try:
-        content = json.loads((out / "results.json").read_text())
+        complete = json.loads((out / "results.json").read_text())["complete"]
         history = json.loads((out / "convergence.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError):
         return None
-    known = {**earlier["pairs"], **{entry["name"]: entry for entry in content["failed"]}}
-    if not content["complete"] or earlier["version"] != __version__ or earlier["settings"] != settings:
+    known = {**earlier["pairs"], **{entry["name"]: entry for entry in earlier["failed"]}}
+    if not complete or earlier["version"] != __version__ or earlier["settings"] != settings:
         return None
     if known.keys() != {item["id"] for item in items}:
         return None
-    for item in items:
-        row = known[item["id"]]
-        if row.get("source") != source_digests(entry_of(item)) or "files" in row and damage(row["files"], out):
+    entries = {item["id"]: entry_of(item) for item in items}
+    for name, entry in entries.items():
+        row = known[name]
+        if row.get("source") != source_digests(entry) or "files" in row and damage(row["files"], out):
             return None
     print(f"{out}: keeping the finished template of an earlier run (--again makes it again)")
-    return list(earlier["pairs"].values()), content["failed"], history
+    rows = [with_paths_of(entries[name], row) for name, row in earlier["pairs"].items()]
+    return rows, earlier["failed"], history
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,7 +113,7 @@ def finished_earlier(items, settings, out):
 
 def build(items, options, settings, out, args):
     """All rounds. Returns: rows of the subjects, failed ones, and the history, a dict for each round."""
-    (out / "results.json").unlink(missing_ok=True)  # of another template
+    write_results(out, [], [], settings, complete=False)  # drops another template
     left_out, history, starts = {}, [], {}
     start = read_source(str(args.start or middle_subject(items, left_out)), "start")
     canonical, turned = to_canonical(start.array, start.affine)
@@ -178,7 +191,7 @@ def onto_template(out, options, starts, before, pair, folder, earlier):
     rest = without_affine(found.field, found.matrix, found.fixed.affine)
     path = folder / DEFORMATION
     write_file(path, lambda file: np.save(file, rest))
-    return common.aligned_row(found, pair, folder, out, [path], moving=str(Path(pair["moving"]).resolve()))
+    return common.aligned_row(found, pair, folder, out, [path], moving=os.path.abspath(pair["moving"]))
 
 
 def without_strangers(rows, left_out):
@@ -339,15 +352,16 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
         write_volume(paths[1], apply_field(*own, field, affine), affine)
         matrix = starts[row["name"]][0].tolist()
         row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve()), "matrix": matrix}
+        (folder / "warped_label.nii.gz").unlink(missing_ok=True)
         label = items[row["name"]]["label"]
-        found = label and attempt(str(label), read_label, label, image.ndim)
+        found = label and attempt(str(label), label_of, label, row["moving"], *own)
         if isinstance(found, str):
             row["warnings"] = [found]
         elif found:
             paths.append(folder / "warped_label.nii.gz")
             maps[row["name"]] = apply_label(*found, field, affine)
             write_volume(paths[-1], maps[row["name"]], affine)
-            row["moving_label"] = str(Path(label).resolve())
+            row["moving_label"] = os.path.abspath(label)
         done.append(common.finished_row(row, entry_of(items[row["name"]]), out, paths))
     if maps:
         label = vote(list(maps.values()))[0]
@@ -372,6 +386,14 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
     shared += [out / LABEL] * bool(maps)
     done[0]["files"].update(file_digests(shared, out))  # checked with the first subject
     return judge_list(done), failed, history
+
+
+def label_of(path, image, array, affine):
+    """A subject's label map and its affine. Raises InputError unless it is on the grid of the image."""
+    label, own = read_label(path, array.ndim)
+    require_same_grid(f"{path}: the label map", label.shape, own, image, array.shape, affine,
+                      "resample it to its image")
+    return label, own
 
 
 def write_template_page(out, rows, failed, history, args):

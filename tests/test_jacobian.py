@@ -1,5 +1,6 @@
 """Maps of change: a known growth from template to subject, and between two scans in both orders."""
 import json
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -77,6 +78,10 @@ def test_maps_and_table_of_known_fields(results, capsys):
     inside[9:13, 10:14, 8:12] = True
     assert float(rows["swollen"]["change_percent"]) == pytest.approx(percent(exact[inside]), abs=0.01)
     assert rows["swollen"]["voxels"] == "64"
+    before = (place / "out/jacobian.tsv").read_text()
+    assert run("--results", place / "reg", "--labels", place / "label.nii.gz", "--out", place / "out") == 0
+    assert "keeping 2 of 2 subjects" in capsys.readouterr().err
+    assert (place / "out/jacobian.tsv").read_text() == before
     assert run("--results", place / "reg", "--smooth", "3", "--out", place / "smooth") == 0
     smoothed = read_numbers(place / "smooth/swollen" / WHOLE)[0]
     assert 0 < smoothed.max() < exact.max() and smoothed.mean() == pytest.approx(exact.mean(), abs=1e-3)
@@ -112,6 +117,16 @@ def test_results_of_two_templates_are_refused(results, capsys):
     assert "no results of a template" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size, affine", [(SIZE, np.diag([2.0, 1.5, 1.5, 1.0])), (SIZE[::-1], AFFINE)])
+def test_a_field_on_another_grid_than_the_template_is_left_out(results, size, affine):
+    place, _ = results
+    write_field(place / "reg/grown/field.nii.gz", np.zeros((3, *size), np.float32), affine)
+    assert run("--results", place / "reg", "--out", place / "out") == 0
+    content = json.loads((place / "out/results.json").read_text())
+    assert [row["name"] for row in content["pairs"]] == ["swollen"] and content["failed"][0]["name"] == "grown"
+    assert content["failed"][0]["reason"].startswith(f"{place}/reg/grown/field.nii.gz: the field is on another grid")
+
+
 @pytest.mark.parametrize("orders", [
     pytest.param([("one", "two")], id="one order"),
     pytest.param([("one", "two"), ("two", "one")], id="both orders", marks=pytest.mark.slow)])
@@ -135,13 +150,21 @@ def test_two_scans_give_the_same_change_in_both_orders(tmp_path, orders):
     assert percent(maps["two"][middle]) == pytest.approx(exact, rel=0.35) and exact < -8
 
 
-def test_scans_may_be_in_a_list_and_keep_its_order(tmp_path):
+def test_scans_may_be_in_a_list_and_keep_its_order(tmp_path, monkeypatch, capsys):
+    """Maps are kept when scans and results were moved, and from another working directory."""
     image, rng = make_subject(0, (16, 17), dims=2)["image"], np.random.default_rng(0)
     for name in ("early", "a_late"):
-        write_volume(tmp_path / f"{name}.nii.gz", image + rng.normal(0, 0.02, image.shape).astype(np.float32), AFFINE)
-    (tmp_path / "scans.csv").write_text("image\nearly.nii.gz\na_late.nii.gz\n")
-    assert run("--scans", tmp_path / "scans.csv", "--device", "cpu", "--out", tmp_path / "out") == 0
-    assert [row["name"] for row in json.loads((tmp_path / "out/results.json").read_text())["pairs"]] == ["a_late"]
+        write_volume(tmp_path / f"old/{name}.nii.gz", image + rng.normal(0, 0.02, image.shape).astype(np.float32),
+                     AFFINE)
+    (tmp_path / "old/scans.csv").write_text("image\nearly.nii.gz\na_late.nii.gz\n")
+    monkeypatch.chdir(tmp_path / "old")
+    assert run("--scans", "scans.csv", "--device", "cpu", "--out", "out") == 0
+    assert "keeping" not in capsys.readouterr().err
+    (tmp_path / "old").rename(tmp_path / "new")
+    monkeypatch.chdir(tmp_path)
+    assert run("--scans", "new/scans.csv", "--device", "cpu", "--out", "new/out") == 0
+    assert "keeping 1 of 1 subjects" in capsys.readouterr().err
+    assert [row["name"] for row in json.loads(Path("new/out/results.json").read_text())["pairs"]] == ["a_late"]
 
 
 def test_segmentations_among_the_files_of_a_command_line_are_no_scans(tmp_path):

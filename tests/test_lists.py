@@ -3,6 +3,7 @@ import contextlib
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -16,7 +17,7 @@ from Dataloader.synthetic import make_subject
 from Inference import register_pairs
 from Inference.load_model import default_config
 from Inference.pair_lists import pairs_onto, read_pairs_to_register
-from Inference.results import read_results
+from Inference.results import file_digests, kept_rows, read_results, source_digests, write_results
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError
 
@@ -125,6 +126,32 @@ def test_a_file_that_may_not_be_read_and_a_fault_of_the_program_end_no_list(data
     assert "RuntimeError (a fault); see the traceback above" in reasons["sub-02"]
     assert [row["name"] for row in results(tmp_path / "out")["pairs"]] == ["sub-03_T1w_to_sub-00_T1w"]
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_row_is_kept_with_the_paths_of_now_and_done_again_if_a_file_may_not_be_read(tmp_path, monkeypatch):
+    """A path is that of a link, whose own name counts, and not of what it leads to."""
+    pair = {"name": "a", "moving": tmp_path / "old/m.nii.gz", "labels": tmp_path / "old/l.nii.gz"}
+    for path in (pair["moving"], pair["labels"], tmp_path / "out/a/field.nii.gz"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    row = {"name": "a", "folder": str(tmp_path / "out/a"), "moving": str(pair["moving"]), "labels": {"1": {"dice": 1}},
+           "source": source_digests(pair), "files": file_digests([tmp_path / "out/a/field.nii.gz"], tmp_path / "out")}
+    write_results(tmp_path / "out", [row], [], {}, complete=True)
+    (tmp_path / "old").rename(tmp_path / "new")
+    (tmp_path / "link.nii.gz").symlink_to(tmp_path / "new/m.nii.gz")
+    monkeypatch.chdir(tmp_path)
+    now = {"name": "a", "moving": Path("link.nii.gz"), "labels": Path("new/l.nii.gz")}
+    assert kept_rows(read_results(tmp_path / "out"), {}, [now], tmp_path / "out") == {
+        "a": {**row, "moving": str(tmp_path / "link.nii.gz")}}
+
+    def forbid(path):
+        if path == now["labels"]:
+            raise PermissionError(13, "Permission denied", str(path))
+        return row["source"]["moving"]
+
+    monkeypatch.setattr("Inference.results.digest", forbid)
+    assert source_digests(now) == {**row["source"], "labels": None}
+    assert kept_rows(read_results(tmp_path / "out"), {}, [now], tmp_path / "out") == {}
 
 
 def test_tables_folders_patterns_and_names(data):

@@ -1,5 +1,6 @@
 """All results on one page, and a series whose motion is known."""
 import json
+import shutil
 
 import nibabel
 import numpy as np
@@ -9,6 +10,7 @@ from scipy import ndimage
 import OM_study
 from Dataloader.nifti import open_nifti, write_volume
 from Dataloader.synthetic import make_subject
+from Inference.results import read_results
 from Study import motion
 from Study.motion import displacement, parameters_of
 from Study.qc import outlier_of
@@ -40,12 +42,27 @@ def write_results(place, count, size=SIZE):
     (place / "reg/results.json").write_text(json.dumps({"pairs": rows, "failed": failed, "complete": True}))
 
 
+def change_rows(folder, change):
+    """Call change(row) on every row of the results in a folder."""
+    content = json.loads((folder / "results.json").read_text())
+    for row in content["pairs"]:
+        change(row)
+    (folder / "results.json").write_text(json.dumps(content))
+
+
 def test_an_outlier_is_told_by_its_worst_number():
     rows = [{"similarity": 0.8 + 0.001 * number, "sdlogj": 0.1} for number in range(9)]
     assert outlier_of(rows[4], rows)["outlier"] == "" and outlier_of({"similarity": 0.9}, rows)["outlier"] == ""
     found = outlier_of({"similarity": 0.804 - 6 * 0.03 * 0.804, "sdlogj": 0.11}, rows)
     assert found["outlier"] == "similarity" and found["outlier_z"] == pytest.approx(6, abs=1e-6)
     assert outlier_of({"similarity": 0.1}, rows[:7])["outlier"] == ""  # too few to say
+
+
+@pytest.mark.parametrize("key, little, much", [("folding_body_percent", 0.0004, 1.1), ("turn_degrees", 0.3, 6.0),
+                                               ("shear_degrees", 0.1, 6.0)])
+def test_a_little_among_zeros_is_no_outlier(key, little, much):
+    rows = [{key: 0.0} for _ in range(9)]
+    assert outlier_of({key: little}, rows)["outlier"] == "" and outlier_of({key: much}, rows)["outlier"] == key
 
 
 @pytest.mark.slow
@@ -78,6 +95,38 @@ def test_verdicts_and_outliers_are_those_of_all_results_of_now(tmp_path, capsys)
     first, *rest = table(tmp_path / "qc/qc.tsv")
     assert (first["name"], first["verdict"], first["outlier"]) == ("s_009", "doubtful", "similarity")
     assert {row["verdict"] for row in rest} == {"ok"} and not any(row["outlier"] for row in rest)
+    assert "dice" in first
+    change_rows(tmp_path / "reg", lambda row: row.pop("dice"))
+    assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0
+    assert "keeping 10 of 10 subjects" in capsys.readouterr().err
+    assert "dice" not in table(tmp_path / "qc/qc.tsv")[0]
+
+
+def test_subjects_whose_names_differ_only_in_where_the_folder_ends_have_two_pictures(tmp_path):
+    write_results(tmp_path, 1, (10, 11, 9))
+    shutil.copytree(tmp_path / "reg", tmp_path / "reg_T1")
+    write_volume(tmp_path / "reg_T1/all/warped.nii.gz", make_subject(1, (10, 11, 9))["image"], AFFINE)
+    change_rows(tmp_path / "reg", lambda row: row.update(name="T1_01"))
+    change_rows(tmp_path / "reg_T1", lambda row: row.update(name="01"))
+    assert run("qc", "--results", tmp_path / "reg", tmp_path / "reg_T1", "--out", tmp_path / "qc") == 0
+    rows = json.loads((tmp_path / "qc/results.json").read_text())["pairs"]
+    assert [row["name"] for row in rows] == ["reg/T1_01", "reg_T1/01"]
+    one, other = ((tmp_path / "qc/thumbnails" / row["picture"]).read_bytes() for row in rows)
+    assert one != other
+
+
+def test_a_folder_in_which_everything_failed_is_shown_beside_others_and_alone_is_one_sentence(tmp_path, capsys):
+    write_results(tmp_path, 1, (10, 11, 9))
+    (tmp_path / "bad").mkdir()
+    failed = [{"name": f"s_{number}", "reason": f"s_{number}.nii.gz: no such file."} for number in range(2)]
+    (tmp_path / "bad/results.json").write_text(json.dumps({"pairs": [], "failed": failed, "complete": True}))
+    assert run("qc", "--results", tmp_path / "reg", tmp_path / "bad", "--out", tmp_path / "qc") == 0
+    capsys.readouterr()
+    page = (tmp_path / "qc/qc.html").read_text()
+    assert all(f"bad/s_{number}: s_{number}.nii.gz: no such file." in page for number in range(2))
+    assert run("qc", "--results", tmp_path / "bad", "--out", tmp_path / "none") == 43
+    line, = capsys.readouterr().err.splitlines()
+    assert line == f"error: {tmp_path}/bad: none of its 2 entries could be processed: s_0: s_0.nii.gz: no such file."
 
 
 @pytest.mark.parametrize("words", [
@@ -148,8 +197,10 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("suffix", [".nii.gz", ".mgz"])
-def test_a_block_that_fails_leaves_a_gap_and_the_unit_of_time_stays(tmp_path, suffix, monkeypatch, capsys):
-    monkeypatch.setattr(motion, "BLOCK", 1)
+def test_a_bad_frame_is_empty_and_all_keep_their_numbers_and_the_unit_of_time(tmp_path, suffix, monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(motion, "BLOCK", 3)
+    monkeypatch.setattr(motion, "thumbnail", lambda image, affine: shown.append(image) or b"")
     frames, header = np.stack([make_subject(0, (12, 13, 11))["image"]] * 4, -1), nibabel.Nifti1Header()
     frames[..., 1] = 0
     header.set_data_shape(frames.shape)
@@ -161,12 +212,26 @@ def test_a_block_that_fails_leaves_a_gap_and_the_unit_of_time_stays(tmp_path, su
     nibabel.save(image, tmp_path / "bold.mgz")
     assert run("motion", "--series", tmp_path / f"bold{suffix}", "--reference", "0", "--device", "cpu", "--out",
                tmp_path / "out") == 0
-    assert f"bold{suffix}, frame 1: every voxel is 0" in capsys.readouterr().err
+    said = f"frames_00000: frame 1: {tmp_path}/bold{suffix}, frame 1: every voxel is 0"
+    assert said.replace(": frame", ": failed, frame", 1) in capsys.readouterr().err
+    assert said in (tmp_path / "out/motion.html").read_text()
     rows = table(tmp_path / "out/motion.tsv")
-    assert [row["frame"] for row in rows] == ["0", "2", "3"]
-    assert [row["framewise_displacement"] == "n/a" for row in rows] == [True, True, False]
-    found = open_nifti(tmp_path / "out/aligned.nii.gz").header
-    assert found.get_xyzt_units() == ("mm", "msec") and found.get_zooms()[3] == 1500
+    assert [row["frame"] for row in rows] == ["0", "1", "2", "3"]
+    assert [row["verdict"] for row in rows] == ["ok", "failed", "ok", "ok"]
+    assert [row["framewise_displacement"] == "n/a" for row in rows] == [True, True, True, False]
+    for key in (*motion.PARAMETERS, "similarity_before", "similarity"):
+        assert [row[key] == "n/a" for row in rows] == [False, True, False, False]
+    found = open_nifti(tmp_path / "out/aligned.nii.gz")
+    assert found.header.get_xyzt_units() == ("mm", "msec") and found.header.get_zooms()[3] == 1500
+    volumes = np.asanyarray(found.dataobj)
+    assert volumes.shape == frames.shape and not volumes[..., 1].any() and volumes[..., [0, 2, 3]].any((0, 1, 2)).all()
+    blocks = list(read_results(tmp_path / "out")["pairs"].values())
+    for mean in (motion.mean_of(blocks), shown[1]):  # a bad frame is in neither
+        np.testing.assert_allclose(mean, volumes[..., [0, 2, 3]].mean(-1), atol=1e-5)
+    np.testing.assert_allclose(shown[2], volumes[..., [0, 2, 3]].std(-1), atol=1e-5)
+    blocks[1]["frames"][0]["frame"] = 6  # as after a block that failed as a whole
+    left = motion.join(tmp_path / "out", blocks, tmp_path / f"bold{suffix}", frames.shape, AFFINE)
+    assert [row["framewise_displacement"] for row in left] == [None] * 4
 
 
 @pytest.mark.parametrize("name, said", [("bold.nii.gz", "truncated or corrupt"),

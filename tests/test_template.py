@@ -13,6 +13,7 @@ from Dataloader.nifti import read_field, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.fields import exponential
 from Inference.labels import apply_field
+from Study.common import volumes_of
 from Study.template import (
     DEFORMATION,
     FIELD,
@@ -101,33 +102,61 @@ def test_the_subject_of_median_size_is_chosen_by_true_volumes(tmp_path):
 # What is written
 # ---------------------------------------------------------------------------------------------------------------------
 
+def three_at_the_end(folder, lesion, organ):
+    """What `finish` gets of three equal subjects, each with a lesion of its own and an organ, but no history."""
+    image, affine, items, rows = make_subject(0, (16, 17), dims=2)["image"], np.diag([1.0, 1, 1, 1]), [], []
+    for number in range(3):
+        label = np.zeros(image.shape, np.uint8)
+        label[4 * number + 1:4 * number + 3, 5:8], label[4:9, 10:14] = lesion, organ
+        item = {"id": f"s_{number}", "image": folder / f"s_{number}.nii.gz", "label": folder / f"l_{number}.nii.gz"}
+        write_volume(item["image"], image, affine)
+        write_volume(item["label"], label, affine)
+        (folder / item["id"]).mkdir()
+        np.save(folder / item["id"] / FIELD, np.zeros((2, *image.shape), np.float32))
+        rows.append({"name": item["id"], "folder": str(folder / item["id"]), "moving": str(item["image"]),
+                     "similarity": 0.9, "verdict": "ok", "reason": ""})
+        items.append(item)
+    write_volume(folder / "round_0" / TEMPLATE, image, affine)
+    return rows, {item["id"]: (np.eye(4), None, "correlation") for item in items}, image, affine, items
+
+
 @pytest.mark.parametrize("lesion, organ, dices, pairs", [(1, 2, {"1": 0.0, "2": 1.0}, 0.5), (1, 0, {}, 0.0),
                                                          (0, 0, {}, None)])
 def test_lesions_that_no_two_subjects_share_are_a_dice_of_0(tmp_path, lesion, organ, dices, pairs):
     """They lose the vote. Where nothing wins it, the template has no label, and its subjects no Dice and no verdict by
     one."""
-    image, affine, items, rows = make_subject(0, (16, 17), dims=2)["image"], np.diag([1.0, 1, 1, 1]), [], []
-    for number in range(3):
-        label = np.zeros(image.shape, np.uint8)
-        label[4 * number + 1:4 * number + 3, 5:8], label[4:9, 10:14] = lesion, organ
-        item = {"id": f"s_{number}", "image": tmp_path / f"s_{number}.nii.gz", "label": tmp_path / f"l_{number}.nii.gz"}
-        write_volume(item["image"], image, affine)
-        write_volume(item["label"], label, affine)
-        (tmp_path / item["id"]).mkdir()
-        np.save(tmp_path / item["id"] / FIELD, np.zeros((2, *image.shape), np.float32))
-        rows.append({"name": item["id"], "folder": str(tmp_path / item["id"]), "moving": str(item["image"]),
-                     "similarity": 0.9, "verdict": "ok", "reason": ""})
-        items.append(item)
-    write_volume(tmp_path / "round_0" / TEMPLATE, image, affine)
     history = [{"round": 0, "spacing_mm": 1.0, "moved": 0.0, "mean_left": 0.0, "most_left": 0.0, "sharpness": 0.1,
                 "similarity": 0.9}]
-    starts = {item["id"]: (np.eye(4), None, "correlation") for item in items}
-    done, failed, history = finish(tmp_path, rows, starts, image, affine, items, {}, history)
+    done, failed, history = finish(tmp_path, *three_at_the_end(tmp_path, lesion, organ), {}, history)
     page = write_template_page(tmp_path, done, failed, history, argparse.Namespace(rounds=0)).read_text()
     assert history[-1].get("dice_pairs") == pairs and ("similarity 0.90, Dice 0.500" in page) == bool(organ)
     for row in done:
         assert {label: found["dice"] for label, found in row["labels"].items()} == dices and row["verdict"] == "ok"
         assert row.get("dice") == (0.5 if organ else None)
+
+
+def test_label_maps_that_do_not_fit_or_are_gone_do_not_count_and_leave_nothing_of_an_earlier_run(tmp_path, monkeypatch):
+    """Nor do files end it that this user may not read: they have no digest."""
+    rows, starts, image, affine, items = three_at_the_end(tmp_path, 0, 2)
+    items.append({"id": "s_3", "image": tmp_path / "s_3.nii.gz", "label": None})
+    args = tmp_path, rows, starts, image, affine, items, {"s_3": "Permission denied"}, [{"round": 0}]
+    done, _, history = finish(*args)
+    assert [row["dice"] for row in done] == [1, 1, 1] and history[-1]["dice_pairs"] == 1
+    write_volume(items[0]["label"], np.ones((16, 17), np.uint8), np.diag([2.0, 1, 1, 1]))
+    items[1]["label"] = None
+    forbidden = items[2]["label"], items[3]["image"]
+
+    def digest_of(path):
+        if path in forbidden:
+            raise PermissionError(13, "Permission denied", str(path))
+        return "hex"
+
+    monkeypatch.setattr("Inference.results.digest", digest_of)
+    done, failed, _ = finish(*args)
+    assert "l_0.nii.gz: the label map is on another grid than" in done[0]["warnings"][0]
+    assert [row.get("dice") for row in done] == [None, None, 1] and "moving_label" not in done[0]
+    assert list(tmp_path.glob("subjects/*/warped_label.nii.gz")) == [tmp_path / "subjects/s_2/warped_label.nii.gz"]
+    assert done[2]["source"] == {"moving": "hex", "moving_label": None} and failed[0]["source"] == {"moving": None}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,10 +236,16 @@ def small(tmp_path_factory):
     return folder
 
 
-def make(folder):
+def make(folder, *words):
     """Run the command. Returns: its exit code."""
     return OM_study.main(["template", "--images", str(folder / "group"), "--start", str(folder / "start.nii.gz"),
-                          "--rounds", "1", "--affine", "rigid", "--device", "cpu", "--out", str(folder / "out")])
+                          "--rounds", "1", "--affine", "rigid", "--device", "cpu", "--out", str(folder / "out"),
+                          *map(str, words)])
+
+
+def files_in(folder):
+    """Every file in a folder of results but its lock: {path: content}."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 def test_what_makes_no_group_is_refused(small, capsys):
@@ -219,15 +254,63 @@ def test_what_makes_no_group_is_refused(small, capsys):
     assert OM_study.main([*words, "--rounds", "0"]) == 43 and "--rounds 0: it must be 1" in capsys.readouterr().err
 
 
-def test_a_template_that_is_broken_off_at_its_end_repeats_no_round(small, capsys):
+def test_a_template_that_is_broken_off_at_its_end_repeats_no_round(small, tmp_path, capsys):
+    """Not even if the subjects lie elsewhere by then."""
     (small / "out/template.html").mkdir(parents=True)  # in the way of the page, which comes after the rounds
     assert make(small) == 43 and "template.html" in capsys.readouterr().err
     (small / "out/template.html").rmdir()
-    assert make(small) == 0 and capsys.readouterr().err.count("keeping 2 of") == 2  # of each round
+    moved = shutil.copytree(small / "group", tmp_path / "moved")
+    assert make(small, "--images", moved) == 0
+    assert capsys.readouterr().err.count("keeping 2 of") == 2  # of each round
     assert not list((small / "out").glob("round_*/*/*.npy"))
     one, two = json.loads((small / "out/results.json").read_text())["pairs"]
     assert not one["warnings"] and one["dice"] == 1 and "dice" not in two
     assert "s_1_dseg.nii.gz: not a readable NIfTI file" in two["warnings"][0]
+    for row in (one, *json.loads((small / "out/round_0/results.json").read_text())["pairs"]):
+        assert row["moving"] == str(moved / f"{row['name']}.nii.gz")
+    assert make(small) == 0 and "keeping the finished template" in capsys.readouterr().out
+    one, _ = json.loads((small / "out/results.json").read_text())["pairs"]
+    assert one["moving"] == str(small / "group/s_0.nii.gz")
+    assert one["moving_label"] == str(small / "group/s_0_dseg.nii.gz")
+
+
+@pytest.mark.parametrize("name, said", [("nowhere.nii.gz", "no such file"), ("group/s_2.nii.gz", "not a readable")])
+def test_a_start_that_is_none_leaves_a_finished_template_as_it_was(small, name, said, capsys):
+    assert make(small) == 0
+    before = files_in(small / "out")
+    assert make(small, "--start", small / name) == 43 and said in capsys.readouterr().err
+    assert files_in(small / "out") == before
+
+
+def test_a_template_that_is_broken_off_below_its_subjects_is_none_of_them(small, tmp_path, capsys):
+    assert make(small) == 0
+    shutil.copytree(small / "group", tmp_path / "group")
+    out = tmp_path / "group/out"
+    shutil.copytree(small / "out", out)
+    (out / "round_0/results.json").unlink()
+    (out / "round_0/results.json").mkdir()  # the rounds end here
+    for _ in range(2):
+        assert make(small, "--images", tmp_path / "group", "--out", out, "--again") == 43
+        assert f"error: {out}/round_0/results.json" in capsys.readouterr().err
+    results = json.loads((out / "results.json").read_text())
+    assert not results["complete"] and not results["pairs"]
+    assert [item["id"] for item in volumes_of([tmp_path / "group"])] == ["s_0", "s_1", "s_2"]
+
+
+def test_a_template_that_was_moved_is_read_where_it_lies(small, tmp_path, capsys):
+    assert make(small) == 0
+    for name in ("one", "two"):
+        shutil.copytree(small / "out", tmp_path / name)
+        results = tmp_path / name / "results.json"
+        results.write_text(results.read_text().replace(str(small / "out"), "/nowhere"))
+        for task in ("jacobian", "qc"):
+            assert OM_study.main([task, "--results", str(tmp_path / name), "--out", str(tmp_path / task)]) == 0
+            assert ("keeping 2 of 2 subjects" in capsys.readouterr().err) == (name == "two")
+            rows = json.loads((tmp_path / task / "results.json").read_text())["pairs"]
+            assert [row["fixed"] for row in rows] == [str(tmp_path / name / TEMPLATE)] * 2
+        labels = json.loads((tmp_path / "jacobian/results.json").read_text())["pairs"][0]["labels"]
+        assert labels and rows[0]["fixed_label"] == str(tmp_path / name / "template_label.nii.gz")
+        shutil.rmtree(tmp_path / name)
 
 
 def test_whatever_a_template_depends_on_makes_it_again(small, capsys):
@@ -251,4 +334,4 @@ def test_whatever_a_template_depends_on_makes_it_again(small, capsys):
     for label in group.glob("*_dseg.nii.gz"):
         label.unlink()
     assert (out / "template_label.nii.gz").exists() and make(small) == 0
-    assert len(json.loads(results.read_text())["pairs"]) == 3 and not (out / "template_label.nii.gz").exists()
+    assert len(json.loads(results.read_text())["pairs"]) == 3 and not list(out.rglob("*_label.nii.gz"))
