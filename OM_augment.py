@@ -29,6 +29,8 @@ import torch
 from tqdm import tqdm
 
 from Dataloader.datalist import list_volumes, read_datalist, select, trainable, volume_id
+from Dataloader.formats import same_volume
+from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
     ROUNDED,
     SUFFIXES,
@@ -70,7 +72,7 @@ from Inference.draws import (
 from Inference.labels import carry, without_affine
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
 from Inference.nnunet import cases_of, require_no_negative, write_dataset
-from Inference.outputs import write_moved
+from Inference.outputs import grid_header, write_moved
 from Inference.registration import register
 from Runtime import run_lock
 from Runtime.config import load_config
@@ -119,9 +121,9 @@ def parse_arguments(argv=None):
                         "(default: a random number, as in training)")
     parser.add_argument("--stride", type=int, help="times per step of the recovery; 1 is finest and slowest "
                         f"({STRIDE}; copies.recover published takes every time)")
-    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels and masks (but soft "
-                        "ones) are warped: smooth (each one slightly smoothed and sampled linearly, the largest wins) "
-                        "or nearest, the label of the nearest voxel (%(default)s)")
+    parser.add_argument("--labels", choices=LABELS, default="nearest", help="how labels and masks (but soft ones) are "
+                        "warped: nearest, the label of the nearest voxel, or smooth (each one slightly smoothed and "
+                        "sampled linearly, the largest wins; makes thin structures thinner) (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (%(default)s)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of processes on a CPU, each with "
                         "one thread (%(default)s)")
@@ -155,6 +157,9 @@ def check_arguments(args):
          "--target: only a network can deform an image towards a target; give a --model, or --register."),
         (not args.target and args.condition not in (None, "none"),
          f"--condition {args.condition} needs a --target; give one."),
+        (args.slices and not args.target, "--slices needs a --target, whose planes the network sees; give one."),
+        (args.stride is not None and (args.model == "none" or args.register is not None),
+         "--stride: only a network that recovers takes steps; leave it out, or give a --model without --register."),
         (args.target and args.condition == "none",
          "--target: with --condition none the target is not used; leave out one of the two."),
     ]
@@ -194,7 +199,7 @@ def copies_of_each(args, items):
     """Number of copies of each volume. Raises InputError if there are fewer targets to register to."""
     if args.register is None:
         return args.draws or DRAWS
-    fewest, identity = min((len(targets_of(item)), item["id"]) for item in items)
+    fewest, identity = min((len(targets_of(item["image"])), item["id"]) for item in items)
     if (args.draws or 1) > fewest:
         raise InputError(f"--target: it holds {fewest} volume{'s' * (fewest != 1)} that {identity} can be registered "
                          "to, each for one copy; name others, or ask for fewer --draws.")
@@ -240,6 +245,7 @@ def prepare_worker(job):
                    read_datalist(path, cfg["model.dims"], channels=cfg["data.channels"]))
     WORKER.update(job=job, net=net, cfg=cfg, device=device, targets=targets)
     placed_target.cache_clear()
+    targets_of.cache_clear()
 
 
 @functools.lru_cache(maxsize=8)
@@ -250,15 +256,15 @@ def placed_target(number):
     return placed.view(1, cfg["data.channels"], *placed.shape[-cfg["model.dims"]:])
 
 
-def targets_of(item):
-    """Indices of the targets for a volume, excluding the volume itself."""
-    own = item["image"].resolve()
-    return [number for number, target in enumerate(WORKER["targets"]) if target["image"].resolve() != own]
+@functools.lru_cache(maxsize=None)
+def targets_of(image):
+    """Indices of the targets for the volume in this file, excluding the volume itself and copies of it."""
+    return [number for number, target in enumerate(WORKER["targets"]) if not same_volume(target["image"], image)]
 
 
 def target_of(item, rng_key):
     """Index of a draw's target; the volume itself only if there is no other. None without targets."""
-    others = targets_of(item) or [*range(len(WORKER["targets"]))]
+    others = targets_of(item["image"]) or [*range(len(WORKER["targets"]))]
     if WORKER["job"]["register"] is not None:  # each of them once
         seed, subject, draw = rng_key
         return others[int(torch.randperm(len(others), generator=generator(seed, "order of targets", subject))[draw])]
@@ -276,8 +282,11 @@ def read_item(item, dims, labels, nnunet):
     if 1 in image.shape:
         raise InputError(f"{item['image']}: {one_plane(image.shape)}")
     files = [("image", item["image"], image, affine, "bilinear")]
-    files += [(f"channel{number}", path, *read_volume(path, dims), "bilinear")
-              for number, path in enumerate(item.get("channels", []), 1)]
+    for number, path in enumerate(item.get("channels", []), 1):
+        array, own_affine = read_volume(path, dims)
+        require_same_grid(f"{path}: the channel", array.shape, own_affine, item["image"], image.shape, affine,
+                          "resample it")
+        files.append((f"channel{number}", path, array, own_affine, "bilinear"))
     for kind, read in (("label", read_label), ("mask", read_numbers)):
         if item[kind]:
             array, own_affine = read_beside(item, kind, image.shape, affine, read)
@@ -306,10 +315,11 @@ def make_draws(item, draws):
         target, paths = target_of(item, rng_key), draw_paths(item, draw)
         made = random_copy(volume, target, rng_key) if job["register"] is None else registered_copy(item, target)
         field, affine, matrix, grid = made["field"], made["affine"], made["matrix"], made["file"]
-        # Data types come from the volume, headers from the grid.
+        # Data types come from the volume, headers from the grid, but not the range in which to show the target.
         for kind, path, array, own_affine, mode in volume:
             write_moved(out / paths[kind], made["carry"](array, own_affine, mode), path,
-                        own_affine if grid is None else affine, read_raw_header(grid or path))
+                        own_affine if grid is None else affine,
+                        read_raw_header(path) if grid is None else grid_header(read_raw_header(grid)))
         write_field(out / paths["field"], field, affine, read_raw_header(grid or item["image"]))
         shape = field if matrix is None else without_affine(field, matrix, affine)
         measures = {name: round(value, 5) for name, value in measure(shape, affine).items()}
@@ -400,6 +410,10 @@ def run(args):
     cfg = WORKER["cfg"]
     items = read_items(args, cfg)
     draws = copies_of_each(args, items)
+    copies = {draw_name(item, draw) for item in items for draw in range(draws)}
+    if args.nnunet and (twice := sorted(copies & {item["id"] for item in items})):
+        raise InputError(f"--nnunet: a copy would get the name of the volume {twice[0]}; rename the volume, or leave "
+                         "out copies by --ids.")
     out.mkdir(parents=True, exist_ok=True)
     with run_lock.held_results(out):
         records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]),

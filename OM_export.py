@@ -11,6 +11,7 @@ import Runtime.unix  # noqa: F401  first: an outdated Python, or Windows, stops 
 
 # isort: split
 import argparse
+import contextlib
 import importlib.util
 import json
 import re
@@ -35,6 +36,7 @@ REGISTER = "".join(
     f"    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model FOLDER {words}\n"
     for words in ("--affine none --refine 0 --out Results/fast", "--out Results/pair"))
 CONFIG, PAGE = "config.json", "README.md"  # beside EXPORTED; a hub displays PAGE and counts downloads by CONFIG
+KEPT = ("commit", "changed", "packages")  # of a launch.json: what it tells about the code
 # The last one may hold a secret address.
 PLACES = ("data.root", "data.cache", "data.pair_list", "data.stage", "run.models", "run.logs", "run.notify")
 # What the card says about each mode of a training.
@@ -93,12 +95,18 @@ def parse_arguments(argv=None):
                                                  "as a model hub wants it.")
     parser.add_argument("--model", required=True, metavar="F", help="a checkpoint (.pth) or the folder of a run")
     parser.add_argument("--out", metavar="FOLDER", help="where the files go (default: a folder named hub "
-                        "beside the checkpoint)")
+                        "in the run's folder, or beside a checkpoint without a run)")
     parser.add_argument("--licence", metavar="TEXT", help="licence of the weights, for the card")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="set a key "
                         "of the config that is stored in the file, such as one of refine.* that was tuned after "
                         "training; may be repeated")
     return parse_options(parser, argv)
+
+
+def run_of(path):
+    """The folder of the run that a checkpoint belongs to, or the folder in which it lies."""
+    above = path.parent.parent
+    return above if path.parent.name == "tmp" and (above / "manifest.json").is_file() else path.parent
 
 
 def about_run(path, state):
@@ -107,15 +115,18 @@ def about_run(path, state):
     path: of the checkpoint. state: its content.
     Returns: dict of metrics (may be empty), commit and torch (None if not recorded).
     """
-    run = path.parent.parent if path.parent.name == "tmp" else path.parent
+    run = run_of(path)
     about = {"metrics": {}, "commit": None, "torch": None}
     try:
         manifest = json.loads((run / "manifest.json").read_text())
         about["metrics"] = manifest["checkpoints"][path.relative_to(run).as_posix()]["metrics"] or {}
     except (OSError, ValueError, LookupError):
         pass  # a checkpoint copied out of its run has no metrics
-    launches = [json.loads(file.read_text()) for file in sorted(run.glob("launches/*/launch.json"))]
-    launches = [launch for launch in launches if launch["step"] <= state["step"]]
+    launches = []
+    for file in sorted(run.glob("launches/*/launch.json")):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # one that a dying machine has cut off
+            launch = json.loads(file.read_text())
+            launches += [launch] if launch["step"] <= state["step"] and {*KEPT} <= launch.keys() else []
     if launches:
         newest = launches[-1]
         about["commit"] = f"{newest['commit']} with local changes" if newest["changed"] else newest["commit"]
@@ -230,8 +241,8 @@ def card(source, net, state, cfg, about, digest, licence):
 def export(model, out=None, licence=None, overrides=()):
     """Write the weights, EXPORTED, with CONFIG and PAGE beside them.
 
-    model: checkpoint, run folder or the published method's weights. out: folder, default hub beside the checkpoint.
-    licence: of the weights, for the card.
+    model: checkpoint, run folder or the published method's weights. out: folder, default hub in
+    the run's folder, or beside a checkpoint without a run. licence: of the weights, for the card.
     overrides: list of "key=value" that change the exported config.
     Returns: the paths of the weights and of the card.
     Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, and if
@@ -246,7 +257,7 @@ def export(model, out=None, licence=None, overrides=()):
     net, cfg = load_model(source, overrides=overrides)  # refuses weights that do not fit the config
     config = {**state["config"], **{key: cfg[key] for key in overridden(overrides)}}
     config = {key: value for key, value in config.items() if key not in PLACES}
-    folder = Path(out or source.parent / "hub")
+    folder = Path(out or run_of(source) / "hub")
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / EXPORTED
     about = {"metrics": {}, "commit": None} if state.get("published") else about_run(source, state)

@@ -6,6 +6,7 @@ ITK's world has x and y reversed (LPS) and its arrays have the axes in reverse o
 Dataloader/nifti.py does: axes i, j, k, affine 4x4 voxel to world in millimetres, RAS.
 """
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -76,6 +77,20 @@ def size_and_time(path):
     """
     found = [os.stat(file) for file in parts_of(path)]
     return [sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)]
+
+
+def same_volume(one, other):
+    """Whether two paths lead to the same volume: to the same file, or to copies of it."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    (size, time), (other_size, other_time) = size_and_time(one), size_and_time(other)
+    return size == other_size and _digest_at(one, time) == _digest_at(other, other_time)
+
+
+@functools.lru_cache(maxsize=None)
+def _digest_at(path, time):
+    """`digest` of a file that changed last at this time, read once."""
+    return digest(path)
 
 
 def import_sitk(path):

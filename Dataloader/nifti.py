@@ -454,7 +454,10 @@ def _require_finite(path, array):
 
 
 def one_plane(shape):
-    """The message for a volume with one plane along an axis other than the last."""
+    """The message for an array with one plane along some axis."""
+    if shape.index(1) == len(shape) - 1:
+        return (f"shape {tuple(shape)} is one plane of 3D, and not a 2D volume; drop the last axis, for example by "
+                "array[..., 0] or MONAI's SqueezeDimd.")
     return (f"shape {tuple(shape)} is one plane along axis {shape.index(1)}, but a 2D volume must have it along the "
             "last axis; reorder the axes, for example with numpy.moveaxis or fslswapdim.")
 

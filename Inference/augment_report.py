@@ -24,7 +24,7 @@ def write_report(out, lead, items, kept, refused, dims, targets):
     use; empty if each copy uses its own volume's grid. Returns: the headline figures, as plain JSON.
     """
     folding, lengths = ([record[key] for record in kept] for key in ("folding", "mean"))
-    headline = {"draws": len(kept), "subjects": len(items), "refused": len(refused),
+    headline = {"draws": len(kept), "subjects": len({item["subject"] for item in items}), "refused": len(refused),
                 "folding_percent_mean": round(float(np.mean(folding)), 5),
                 "folding_percent_max": round(float(np.max(folding)), 5),
                 "deformation_percent_mean": round(float(np.mean(lengths)), 4)}
@@ -78,7 +78,8 @@ def describe(job, cfg):
 def picture(item, out, records, dims, targets):
     """One volume and some of its draws, read from their files, as HTML; the first has a viewer.
 
-    records: of its draws. targets: as in `write_report`; if given, the viewer shows the first copy beside its target.
+    records: of its draws. targets: as in `write_report`; if given, the viewer shows the first copy beside its target,
+    and is left out where the target is gone.
     """
     image, affine = read_volume(item["image"], dims)
     low, high = intensity_range(image)
@@ -94,6 +95,11 @@ def picture(item, out, records, dims, targets):
         field = without_affine(field, record["matrix"], own_affine) if record.get("matrix") else field
         title = f"draw {record['draw']}: {record['mean']:.1f} %"
         copies.append((title, rescale(copy, low, high), read_own_label(paths.get("label"), copy.shape), field))
+    where = "Slice through the middle of the last axis, with" if dims == 3 else "With"
+    figure = figure_html(gallery_figure(copies), f"{item['id']}. {where} outlines of the labels; below, the deformed "
+                         "grid. Percent: mean displacement, of the image's longest side.")
+    if targets and records[0]["target"] not in targets:
+        return figure  # it has been renamed since, and nothing else is on the grid of the copy
     _, images, labels, fields = zip(*copies[:2])
     names = ("original", f"draw {records[0]['draw']}")
     if targets:
@@ -102,9 +108,7 @@ def picture(item, out, records, dims, targets):
         names = (records[0]["target"], names[1])
     viewer = viewer_html(f"{item['id']} and its first copy", dict(zip(names, images)), fields[1], affine,
                          dict(zip(names, labels)) if item["label"] else None, PAGE_BYTES // PICTURED)
-    where = "Slice through the middle of the last axis, with" if dims == 3 else "With"
-    return viewer + figure_html(gallery_figure(copies), f"{item['id']}. {where} outlines of the labels; below, the "
-                                "deformed grid. Percent: mean displacement, of the image's longest side.")
+    return viewer + figure
 
 
 def draws_table(kept):

@@ -28,7 +28,7 @@ STRIDE = 4  # times per step of the recovery: what one prediction undoes, see De
 
 @own_settings()
 def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw=0, target=None, target_affine=None,
-            condition=None, slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu", labels="smooth",
+            condition=None, slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu", labels="nearest",
             channels=(), target_channels=()) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     """A deformed copy of a volume.
 
@@ -44,7 +44,7 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     stride: times per step of the scaled recovery, see `DeformDDPM.recover`. mask: (*spatial), on which data.crop_above
     centres the training grid. cfg: config for diffusion.*, copies.* and data.* if there is no model: a flat dict of
     keys that differ from Config/config_om.yaml. device: where the network of a path goes. labels: interpolation of the
-    label, smooth or nearest.
+    label, nearest or smooth.
     channels, target_channels: further channels of image and target, for a network that was trained with several; they
     are not deformed here, see `deform`.
     Returns: the image in its own dtype, whole numbers rounded; the label or None; the field (N, *spatial) float32 in
@@ -55,6 +55,8 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     label = None if label is None else as_array(label, "label", "give an array")
     if label is not None and label.shape != image.shape:
         raise InputError(f"label: shape {label.shape} is not that of the image, {image.shape}; give its own label.")
+    if mask is not None and np.shape(mask) != image.shape:
+        raise InputError(f"mask: shape {np.shape(mask)} is not that of the image, {image.shape}; give its own mask.")
     if labels not in LABELS:
         raise InputError(f"labels must be {' or '.join(LABELS)}, not {labels!r}.")
     if not isinstance(seed, numbers.Integral) or not isinstance(draw, numbers.Integral):
@@ -121,13 +123,16 @@ def deform(array, field, mode="bilinear"):
     if mode == "smooth":
         last = np.reshape(array.shape, (-1, *[1] * array.ndim)) - 1
         return label_at(array, np.clip(np.indices(array.shape, np.float32) + field, 0, last))
-    if mode == "nearest" and array.size and np.abs(array).max() > EXACT:
+    if mode == "nearest" and array.size and max(float(array.max()), -float(array.min())) > EXACT:
         values, index = np.unique(array, return_inverse=True)
         return values[deform(index.reshape(array.shape), field, mode)]
     image = torch.from_numpy(np.ascontiguousarray(array, np.float32))[None, None]
     warped = warp(image, torch.from_numpy(field)[None], mode=mode, padding="border")[0, 0].numpy()
     if array.dtype.kind in "bui":
         warped = np.rint(warped)
+    if array.dtype.kind in "iu":  # float32 rounds the largest ones up
+        limits = np.iinfo(array.dtype)
+        warped = np.clip(warped.astype(np.float64), limits.min, limits.max)
     return warped.astype(array.dtype)
 
 

@@ -35,12 +35,12 @@ def draw_settings(job, cfg, targets):
 
     job: dict of OM_augment.py. cfg: flat config. targets: items of the volumes towards which the network deforms.
     """
-    aims = "".join(digest(item["image"]) for item in targets)
-    if len(targets) > 1:
-        aims = hashlib.sha256(aims.encode()).hexdigest()
+    aims = [digest for item in targets for digest in source_digests({**item, "label": None})]
+    if len(aims) > 1:
+        aims = [hashlib.sha256("".join(aims).encode()).hexdigest()]
     settings = {key: job[key] for key in ("seed", "start", "stride", "register", "condition", "slices", "labels")}
     settings["model"] = job["model"] and sha256(job["model"])
-    settings["target"] = aims or None
+    settings["target"] = aims[0] if aims else None
     families = ("model", "diffusion", "copies", *(("registration", "refine") if job["register"] is not None else ()))
     settings.update({key: value for key, value in cfg.items()
                      if key.split(".")[0] in families or key in DATA_KEYS})

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from Dataloader.grids import same_grid
 from Dataloader.volume import as_array
 from Inference.augmentation import MODES, STRIDE, deform, draw_field, draw_start
 from Inference.labels import carry
@@ -34,7 +35,7 @@ class RandDeformationd(Base):
 
     Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. The entries keep their
     types, dtypes and metadata. Each worker of a DataLoader draws different numbers.
-    Raises InputError for invalid modes, absent entries and entries of different shapes.
+    Raises InputError for invalid modes, absent entries and entries on different grids.
     """
 
     def __init__(self, keys, mode="bilinear", prob=0.1, start=None, model=None, cfg=None, stride=STRIDE, field_key=None,
@@ -74,9 +75,7 @@ class RandDeformationd(Base):
         first = entries[0][0]
         shape = tuple(data[first].shape[1:])
         for key, _ in entries:
-            if tuple(data[key].shape[1:]) != shape:
-                raise InputError(f"{key}: shape {tuple(data[key].shape[1:])} is not that of {first}, {shape}; bring "
-                                 "both to one grid.")
+            require_grid_of(data, first, key)
         if not self.chosen:
             result[self.field_key] = np.zeros((len(shape), *shape), np.float32)
             return result
@@ -137,6 +136,9 @@ class Registerd:
         missing = [key for key in wanted if key not in data]
         if missing:
             raise InputError(f"{missing[0]}: no such entry in the dictionary; correct the keys.")
+        for key in self.keys:
+            if key in data:
+                require_grid_of(data, self.moving_key, key)
         fixed_affine, moving_affine = (affine_of(data, key) for key in (self.fixed_key, self.moving_key))
         fixed, moving = plain(data[self.fixed_key]), plain(data[self.moving_key])
         found = register((fixed[0], fixed_affine), (moving[0], moving_affine), **self.options,
@@ -144,9 +146,6 @@ class Registerd:
         for key, mode in zip(self.keys, self.modes):
             if key not in data:
                 continue
-            if tuple(data[key].shape[1:]) != moving.shape[1:]:
-                raise InputError(f"{key}: shape {tuple(data[key].shape[1:])} is not that of {self.moving_key}, "
-                                 f"{moving.shape[1:]}; bring both to one grid.")
             given = plain(data[key])
             warped = np.stack([carry(channel, moving_affine, found.field, fixed_affine, mode) for channel in given])
             warped = np.rint(warped) if mode == "bilinear" and given.dtype.kind in "bui" else warped
@@ -171,6 +170,18 @@ def place(result, key, array, fixed_key, fixed_affine):
         result[f"{key}_meta_dict"] = {**meta, "affine": fixed_affine, "spatial_shape": np.array(array.shape[1:])}
 
 
+def require_grid_of(data, first, key):
+    """Raise InputError unless an entry has the grid of the first one; its shape, if one of them has no affine."""
+    shape, first_shape = (tuple(data[name].shape[1:]) for name in (key, first))
+    if shape != first_shape:
+        raise InputError(f"{key}: shape {shape} is not that of {first}, {first_shape}; bring both to one grid.")
+    if any(own_affine(data, name) is None for name in (key, first)):
+        return
+    if not same_grid(shape, affine_of(data, key), shape, affine_of(data, first)):
+        raise InputError(f"{key}: its affine is not that of {first}, so the two lie apart; bring both to one grid, for "
+                         "example with ResampleToMatchd or Orientationd.")
+
+
 def check_modes(mode, keys):
     """The modes of some keys, a list of words. mode: a word or MONAI's constant for all of them, or one for each."""
     words = (mode,) * len(keys) if isinstance(mode, str) else tuple(mode)
@@ -185,11 +196,15 @@ def plain(value):
     return as_array(value, "a volume", "give an array or a tensor")
 
 
+def own_affine(data, key):
+    """The affine that an entry brings along, None if it has none."""
+    affine = getattr(data[key], "affine", None)
+    return (data.get(f"{key}_meta_dict") or {}).get("affine") if affine is None else affine
+
+
 def affine_of(data, key):
     """The 4x4 affine of an entry, the identity if it has none. A 2D volume's 3x3 becomes 4x4."""
-    affine, full = getattr(data[key], "affine", None), np.eye(4)
-    if affine is None:
-        affine = (data.get(f"{key}_meta_dict") or {}).get("affine")
+    affine, full = own_affine(data, key), np.eye(4)
     if affine is not None:
         affine = plain(affine).astype(np.float64)
         dims = len(affine) - 1

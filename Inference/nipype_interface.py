@@ -7,6 +7,7 @@
 It runs `omnimorph register` in the folder of its node; pass further options in `args`.
 """
 import os
+import shlex
 import sys
 
 from nipype.interfaces.base import CommandLine, CommandLineInputSpec, Directory, File, TraitedSpec, traits
@@ -40,7 +41,7 @@ class RegisterOutput(TraitedSpec):
 class Register(CommandLine):
     input_spec = RegisterInput
     output_spec = RegisterOutput
-    _cmd = f"{sys.executable} -m omnimorph register"
+    _cmd = f"{shlex.quote(sys.executable)} -m omnimorph register"
 
     def _list_outputs(self):
         folder = os.path.abspath(self.inputs.out)

@@ -13,26 +13,43 @@ from pathlib import Path
 
 import numpy as np
 
-from Dataloader.datalist import group_channels, read_json
+from Dataloader.datalist import group_channels, list_file, read_json
 from Dataloader.grids import same_grid
-from Dataloader.nifti import read_header, read_label, read_raw_header, read_volume, write_volume
+from Dataloader.nifti import (
+    open_nifti,
+    placement_doubts,
+    read_header,
+    read_label,
+    read_raw_header,
+    read_volume,
+    write_volume,
+)
 from Inference.draws import draw_name, draw_paths
+from Inference.outputs import grid_header, write_moved
 from Runtime.errors import InputError
 from Runtime.files import write_file
 
 NAME = re.compile(r"Dataset\d{3}_[\w-]+")
+NUMBER = re.compile(r"_\d{4}((\.nii)?\.\w+)?$", re.I)  # the channel at the end of a file's name
 FOLDS = 5
 
 
 def cases_of(name, items, dims):
     """The cases of a list of images, grouped by `group_channels` unless they already are.
 
+    Images X_0000 and X_0001 with a label each are two cases, and not two channels of one.
     name: of the data set. Raises InputError for a name that nnU-Net would not find, a case without a label, and a
     channel on another grid than the first one of its case.
     """
     if not NAME.fullmatch(name):
         raise InputError(f"--nnunet {name}: nnU-Net needs three digits in the name, such as Dataset501_Brains.")
-    cases = items if any("channels" in item for item in items) else group_channels(items)
+    cases = items
+    if not any("channels" in item for item in items):
+        labels = {}
+        for item in items:
+            labels.setdefault(NUMBER.sub("", item["image"].name), set()).add(item["label"])
+        alone = any(len(found - {None}) > 1 for found in labels.values())
+        cases = [{**item, "channels": []} for item in items] if alone else group_channels(items)
     for case in cases:
         if case["label"] is None:
             raise InputError(f"{case['image']}: it has no label, and nnU-Net needs one for every case; leave it out "
@@ -56,8 +73,8 @@ def list_of(data):
     """The list of a data set, a dict; empty if it has none. data: folder or list as for `read_datalist`, or None."""
     if not data:
         return {}
-    path = Path(data, "dataset.json") if Path(data).is_dir() else Path(data)
-    return read_json(path) if path.suffix == ".json" and path.is_file() else {}
+    path = list_file(Path(data))
+    return read_json(path) if path and path.suffix.lower() == ".json" else {}
 
 
 def regions_in(data, numbers):
@@ -67,7 +84,7 @@ def regions_in(data, numbers):
     dropped. Returns: {"labels", "regions_class_order"}, entries of dataset.json; empty if the list has no regions.
     """
     content = list_of(data)
-    labels, order = content.get("labels", {}), list(content.get("regions_class_order", []))
+    labels, order = content.get("labels", {}), list(content.get("regions_class_order") or [])
     if not isinstance(labels, dict) or not any(isinstance(value, list) for value in labels.values()):
         return {}
     new, kept, new_order = {int(number): place for place, number in enumerate(numbers)}, {}, []
@@ -117,7 +134,12 @@ def write_dataset(out, name, items, draws, dims, data):
             images = [out / path for kind, path in paths.items() if kind == "image" or kind.startswith("channel")]
             write_case(folder, draw_name(item, draw), images, out / paths["label"], numbers, dims, link)
     label_names, channel_names = names_in(data)
-    labels = ["background", *(label_names.get(number, f"label_{number}") for number in numbers if number)]
+    labels = ["background"]
+    for number in numbers[1:]:
+        label = label_names.get(number) or f"label_{number}"
+        while label in labels:
+            label = f"{label}_{number}"
+        labels.append(label)
     content = {"channel_names": {str(number): channel_names.get(number, f"channel_{number}")
                                  for number in range(1 + len(items[0]["channels"]))},
                "labels": {label: number for number, label in enumerate(labels)},
@@ -131,18 +153,30 @@ def write_case(folder, case, images, label, numbers, dims, take):
     """Write one case. images: paths of its channels. label: path. numbers: of all labels; they become 0, 1, 2 ...
 
     take: `copy` or `link`, for an image that needs no change.
-    All files get the affine of the first channel, because nnU-Net treats the smallest difference as another grid.
+    All files get the affine of the first channel, because nnU-Net treats the smallest difference as another grid, and
+    three axes.
     """
     _, affine = read_header(images[0], dims)
     for channel, path in enumerate(images):
         target = folder / f"imagesTr/{case}_{channel:04d}.nii.gz"
-        if path.name.endswith(".nii.gz") and np.array_equal(read_header(path, dims)[1], affine):
+        if path.name.endswith(".nii.gz") and is_placed_by(path, affine, dims):
             target.parent.mkdir(parents=True, exist_ok=True)
             take(path, target)
         else:
-            write_volume(target, read_volume(path, dims)[0], affine, read_raw_header(images[0]))
+            write_moved(target, read_volume(path, dims)[0], path, affine, read_raw_header(images[0]))
     array = np.searchsorted(numbers, read_label(label, dims)[0]).astype(np.int16)
-    write_volume(folder / f"labelsTr/{case}.nii.gz", array, affine)
+    write_volume(folder / f"labelsTr/{case}.nii.gz", array, affine, grid_header(read_raw_header(images[0])))
+
+
+def is_placed_by(path, affine, dims):
+    """Whether a file has three axes, and every matrix in its header says that this 4x4 places them."""
+    image = open_nifti(path)
+    if len(image.shape) != 3 or not np.array_equal(read_header(path, dims)[1], affine) or placement_doubts(path, dims):
+        return False
+    qform = image.header.get_qform() if int(image.header["qform_code"]) else image.affine
+    sizes = np.linalg.norm(image.affine[:3, :3], axis=0)
+    # A quaternion in float32 may turn a volume by a thousandth.
+    return np.allclose(qform, image.affine, atol=2e-3) and np.allclose(image.header.get_zooms(), sizes)
 
 
 def copy(path, target):

@@ -166,7 +166,9 @@ def test_slices(tmp_path, capsys):
     (("--fixed-label", "empty.nii.gz"), "empty.nii.gz: it has no label above 0"),
     (("--fixed-label", "fixed.nii.gz", "--field", "small.nii.gz"), "small.nii.gz: it is on another grid than"),
     (("--fixed-label", "fixed.nii.gz", "--warped-label", "shifted.nii.gz"), "shifted.nii.gz: it is on another grid"),
-    (("--moving-label", "moving.nii.gz"), "nothing to score"),
+    (("--moving-label", "moving.nii.gz"), "--moving-label scores nothing alone: add --fixed-label, or leave it out"),
+    (("--warped-label", "moving.nii.gz", "--field", "f"), "--warped-label scores nothing alone: add --fixed-label"),
+    (("--fixed-points", "one.csv"), "--fixed-points scores nothing alone: add --moving-points, or leave it out"),
     (("--fixed-points", "one.csv", "--moving-points", "two.csv"), "one.csv has 1 landmarks and .*two.csv has 2"),
 ])
 def test_what_does_not_fit_is_one_sentence(pair, monkeypatch, capsys, words, message):

@@ -95,6 +95,20 @@ def test_the_file_says_what_it_is(tmp_path):
     assert found["weights_sha256"] == checkpoint.weights_sha256(weights)
 
 
+def test_a_launch_that_was_cut_off_and_a_checkpoint_within_a_step_of_an_epoch(tmp_path):
+    run, _ = make_run(tmp_path)
+    (run / "launches/0001").mkdir()
+    (run / "launches/0001/launch.json").write_text('{"step": 0, "comm')
+    checkpoint.save(run, "tmp/000002_30_demo_om_net.pth", checkpoint.load(run / "000002_demo_om_net.pth"),
+                    metrics={"val_dice": 0.61})
+    target, page = OM_export.export(run / "tmp/000002_30_demo_om_net.pth")
+    assert target.parent == run / "hub" and "0123abcd" in page.read_text() and "0.61" in page.read_text()
+    copy = tmp_path / "tmp/mine.pth"
+    copy.parent.mkdir()
+    copy.write_bytes((run / "000002_demo_om_net.pth").read_bytes())
+    assert OM_export.export(copy)[0].parent == copy.parent / "hub"
+
+
 def test_averaged_weights_are_the_ones_given_away(tmp_path):
     run, weights = make_run(tmp_path, ema=True)
     target, page = OM_export.export(run)

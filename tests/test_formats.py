@@ -126,6 +126,21 @@ def test_so_are_voxels_of_another_name(tmp_path, suffix, word):
     assert formats.digest(header) != before
 
 
+@pytest.mark.parametrize("suffix", [".nii.gz", ".mhd"])
+def test_links_and_copies_lead_to_the_same_volume_and_edited_ones_do_not(tmp_path, suffix):
+    for folder in ("one", "copy", "edited"):
+        (tmp_path / folder).mkdir()
+        image = formats.itk_image(sitk, numbers() + (folder == "edited"), OBLIQUE)
+        sitk.WriteImage(image, str(tmp_path / folder / f"v{suffix}"))
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    paths = {folder: tmp_path / folder / f"v{suffix}" for folder in ("one", "link", "copy", "edited")}
+    assert [folder for folder, path in paths.items() if formats.same_volume(paths["one"], path)] == [
+        "one", "link", "copy"]
+    for path in formats.parts_of(paths["copy"]):
+        path.write_bytes((paths["edited"].parent / path.name).read_bytes())
+    assert not formats.same_volume(paths["one"], paths["copy"]) and formats.same_volume(paths["edited"], paths["copy"])
+
+
 @pytest.mark.parametrize("line, other", [(b"ElementSpacing = ", b"ElementSpacing = 1 1 0"),
                                          (b"DimSize = ", b"DimSize = 33000 2 3")])
 def test_a_header_that_no_nifti_header_can_hold_is_one_sentence(tmp_path, line, other):

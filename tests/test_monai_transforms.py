@@ -56,9 +56,11 @@ def test_all_entries_come_onto_the_fixed_grid(sample):
 def test_tensors_stay_tensors_of_their_type(sample):
     data, found = sample
     tensors = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in data.items()}
+    del tensors["moving_label_meta_dict"]  # it lies on the grid of the moving volume then
     result = transform()(tensors)
     assert result["moving"].dtype == torch.float32 and result["moving_label"].dtype == torch.uint8
     np.testing.assert_array_equal(result["moving"][0].numpy(), found.warped)
+    np.testing.assert_array_equal(result["moving_label"], transform()(data)["moving_label"])
 
 
 def test_the_moving_volume_alone(sample):
@@ -72,6 +74,9 @@ def test_the_moving_volume_alone(sample):
     ({"keys": ["moving", "other"]}, {}, "other: no such entry"),
     ({"mode": "cubic"}, {}, "give bilinear, smooth, nearest"),
     ({"keys": ["moving", "moving_label"]}, {"moving_label": np.zeros((1, 3, 4, 5))}, "is not that of moving"),
+    ({"keys": ["moving", "moving_label"]}, {"moving_label_meta_dict": {"affine": FIXED[1]}},
+     "moving_label: its affine is not that of moving"),
+    ({}, {"fixed": np.eye(16, 18)[None, ..., None]}, "fixed: shape .16, 18, 1. is one plane of 3D, and not a 2D"),
     ({}, {"fixed": np.zeros((1, 8, 8, 8))}, "fixed: every voxel is 0")])
 def test_what_cannot_be_used_is_one_sentence(sample, words, changes, sentence):
     with pytest.raises(InputError, match=sentence):

@@ -5,13 +5,14 @@ import re
 import nibabel
 import numpy as np
 import pytest
+import SimpleITK as sitk
 
 import OM_augment
 from Dataloader.datalist import read_datalist
 from Dataloader.nifti import read_field, read_header, read_label, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Inference.augmentation import deform
-from Inference.nnunet import names_in, regions_in, splits
+from Inference.nnunet import cases_of, names_in, regions_in, splits, write_dataset
 from tests.test_nifti import OBLIQUE, make_affine, refused
 from tests.test_om_augment import WORDS
 
@@ -95,7 +96,7 @@ def test_all_channels_of_a_case_and_its_label_are_deformed_by_one_field(made):
         assert np.array_equal(copy, np.rint(deform(image, field)))
     label, _ = read_label(made / "data/labelsTr/b_001.nii.gz")
     copy, _ = read_label(folder / "labelsTr/b_001_draw01.nii.gz")
-    assert np.array_equal(copy, deform(np.where(label == 5, 2, label), field, "smooth"))
+    assert np.array_equal(copy, deform(np.where(label == 5, 2, label), field, "nearest"))
 
 
 def test_no_subject_is_on_both_sides_of_a_fold(made):
@@ -104,6 +105,52 @@ def test_no_subject_is_on_both_sides_of_a_fold(made):
     for fold in folds:
         assert len(fold["train"]) == 6
         assert not {name[:5] for name in fold["train"]} & {name[:5] for name in fold["val"]}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_numbered_images_with_a_label_each_are_cases_and_no_channels(tmp_path, first):
+    for number in range(first, first + 3):
+        for folder in ("imagesTr", "labelsTr"):
+            write_volume(tmp_path / f"{folder}/sub_{number:04d}.nii.gz", np.eye(4, dtype=np.uint8)[None], np.eye(4))
+    items = read_datalist(tmp_path)
+    cases = cases_of(NAME, items, 3)
+    assert [(case["id"], case["channels"]) for case in cases] == [
+        (f"sub_{number:04d}", []) for number in range(first, first + 3)]
+    assert [case["label"] for case in cases] == [item["label"] for item in items]
+    (tmp_path / "labelsTr/sub_0002.nii.gz").unlink()
+    with refused("sub_0002.nii.gz", "it has no label"):
+        cases_of(NAME, [{**item, "label": item["label"] if item["label"].exists() else None} for item in items], 3)
+
+
+def test_what_other_programs_may_place_elsewhere_is_written_anew_and_the_rest_copied(tmp_path):
+    """Two axes, two matrices, two sizes of voxels, no position, or none of it: ITK finds the label on its image."""
+    affine, items = make_affine((1, 0, 2), (1, -1, 1), (0.8, 1.2, 3)), []
+    subject = make_subject(0, (16, 18), dims=2)
+    for name, axes, shift, zoom, codes in (
+            ("two axes", 2, 0, 1, (1, 2)), ("apart", 3, 4, 1, (1, 2)), ("nearly", 3, 0.05, 1, (1, 2)),
+            ("zooms", 3, 0, 1.005, (0, 2)), ("nowhere", 3, 0, 1, (0, 0)), ("plain", 3, 0, 1, (1, 2))):
+        moved = affine.copy()
+        moved[1, 3] += shift
+        array = (900 * subject["image"]).astype(np.int16).reshape((16, 18, 1)[:axes])
+        image = nibabel.Nifti1Image(array, affine)
+        image.set_sform(affine, codes[1])
+        image.set_qform(moved, codes[0])
+        image.header["pixdim"][1] *= zoom
+        nibabel.save(image, tmp_path / f"{name}.nii.gz")
+        write_volume(tmp_path / f"label_{name}.nii.gz", subject["label"].astype(np.uint8), affine)
+        items.append({"id": name, "image": tmp_path / f"{name}.nii.gz", "label": tmp_path / f"label_{name}.nii.gz",
+                      "mask": None, "subject": name, "channels": []})
+    folder = write_dataset(tmp_path, NAME, items, 0, 2, None)
+    for item in items:
+        paths = [folder / f"imagesTr/{item['id']}_0000.nii.gz", folder / f"labelsTr/{item['id']}.nii.gz"]
+        image, label = (sitk.ReadImage(str(path)) for path in paths)
+        assert image.GetSize() == label.GetSize() == (16, 18, 1)
+        for get in ("GetSpacing", "GetOrigin", "GetDirection"):
+            np.testing.assert_allclose(getattr(image, get)(), getattr(label, get)(), atol=1e-6, err_msg=item["id"])
+        (before, placed), (after, written) = (read_volume(path, 2) for path in (item["image"], paths[0]))
+        assert np.array_equal(after, before) and nibabel.load(paths[0]).get_data_dtype() == np.int16
+        np.testing.assert_allclose(written, placed, atol=1e-5)
+        assert (paths[0].read_bytes() == item["image"].read_bytes()) == (item["id"] == "plain")
 
 
 def test_folds_of_more_subjects_and_of_one():
@@ -146,12 +193,17 @@ def test_the_same_command_goes_on_and_other_files_are_converted(tmp_path, capsys
 @pytest.mark.parametrize("name, spoil, sentence", [
     ("Brains", None, "nnU-Net needs three digits in the name"),
     (NAME, "imagesTr/b_001_0001.nii.gz", "the case b_001 has the channels [0], others have 2"),
-    (NAME, "labelsTr/b_002.nii.gz", "has no label"), (NAME, "grid", "the channel is on another grid than")])
+    (NAME, "labelsTr/b_002.nii.gz", "has no label"), (NAME, "grid", "the channel is on another grid than"),
+    (NAME, "name", "a copy would get the name of the volume b_001_draw00; rename the volume")])
 def test_what_nnunet_would_refuse_is_refused_before_anything_is_drawn(tmp_path, capsys, name, spoil, sentence):
     for number in (1, 2):
         write_case(tmp_path / "data", number)
     if spoil == "grid":
         write_volume(tmp_path / "data/imagesTr/b_002_0001.nii.gz", np.random.default_rng(0).random((5, 6, 7)), OBLIQUE)
+    elif spoil == "name":
+        for channel in range(2):
+            path = tmp_path / f"data/imagesTr/b_002_{channel:04d}.nii.gz"
+            path.rename(path.with_name(path.name.replace("002", "001_draw00")))
     elif spoil:
         (tmp_path / "data" / spoil).unlink()
     rows = [f"{path},{label if label.is_file() else ''}" for path in sorted((tmp_path / "data/imagesTr").iterdir())
@@ -170,8 +222,23 @@ def test_one_image_and_names_of_a_decathlon_list(tmp_path, capsys, monkeypatch):
     (tmp_path / "dataset.json").write_text(json.dumps({"modality": {"0": "MRI"}, "labels": {"0": "background",
                                                                                              "1": "Anterior"}}))
     assert names_in(tmp_path) == ({0: "background", 1: "Anterior"}, {0: "MRI"})
+    (tmp_path / "dataset.json").rename(tmp_path / "OASIS_dataset.json")
+    assert names_in(tmp_path) == ({0: "background", 1: "Anterior"}, {0: "MRI"})
     monkeypatch.chdir(tmp_path)
     assert names_in(None) == ({}, {}) == names_in(tmp_path / "data")
+
+
+@pytest.mark.parametrize("names, written", [
+    (["core", "core"], ["core", "core_5"]), (["core", "background"], ["core", "background_5"]),
+    (["background", "background"], ["background_1", "background_5"]), (["label_5", ""], ["label_5", "label_5_5"])])
+def test_labels_of_one_name_all_stay(tmp_path, names, written):
+    write_case(tmp_path, 1, channels=1)
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": dict(zip("15", names))}))
+    item = {"id": "b", "image": tmp_path / "imagesTr/b_001_0000.nii.gz", "label": tmp_path / "labelsTr/b_001.nii.gz",
+            "subject": "b", "channels": []}
+    folder = write_dataset(tmp_path, NAME, [item], 0, 3, tmp_path)
+    assert json.loads((folder / "dataset.json").read_text())["labels"] == {
+        "background": 0, **dict(zip(written, (1, 2)))}
 
 
 def test_regions_stay_regions(tmp_path):
@@ -183,8 +250,9 @@ def test_regions_stay_regions(tmp_path):
     assert regions_in(tmp_path, [0, 1, 3, 5, 7]) == {
         "labels": {"background": 0, "whole": [1, 3], "lost": [2], "core": [3], "ignore": 4},
         "regions_class_order": [1, 2, 3]}
-    (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"background": 0, "shell": 1}}))
-    assert regions_in(tmp_path, [0, 1]) == {} == regions_in(None, [0, 1])
+    for order in ({}, {"regions_class_order": None}):
+        (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"background": 0, "shell": 1}, **order}))
+        assert regions_in(tmp_path, [0, 1]) == {} == regions_in(None, [0, 1])
 
 
 def test_the_written_data_set_has_the_regions(tmp_path, capsys):

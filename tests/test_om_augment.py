@@ -24,6 +24,7 @@ from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
+from Inference import augment_report
 from Inference.augmentation import augment, deform, measure, place, to_native, training_grid
 from Inference.labels import apply_label
 from Inference.load_model import load_model
@@ -248,9 +249,20 @@ def test_the_function_gives_what_the_script_writes(copies, tmp_path):
     for folder, array in (("imagesTr", copy), ("labelsTr", moved)):
         assert np.array_equal(np.asarray(nibabel.load(tmp_path / f"{folder}/s_002_draw01.nii.gz").dataobj), array)
     assert np.allclose(read_field(tmp_path / "fieldsTr/s_002_draw01.nii.gz")[0], field, atol=1e-4)
-    assert np.array_equal(deform(label, field, "smooth"), moved)
-    nearest = augment(image, label, affine, start=(30, 60), draw=1, subject="s_002", cfg=CFG, labels="nearest")[1]
-    assert np.array_equal(nearest, deform(label, field, "nearest")) and not np.array_equal(nearest, moved)
+    assert np.array_equal(deform(label, field, "nearest"), moved)
+    smooth = augment(image, label, affine, start=(30, 60), draw=1, subject="s_002", cfg=CFG, labels="smooth")[1]
+    assert np.array_equal(smooth, deform(label, field, "smooth")) and not np.array_equal(smooth, moved)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype, value, modes", [
+    (np.int32, 2 ** 31 - 1, ("bilinear", "smooth", "nearest")),
+    (np.uint32, 2 ** 32 - 1, ("bilinear", "smooth", "nearest")), (np.float16, 3, ("smooth", "nearest"))])
+def test_the_largest_numbers_and_labels_of_half_precision_stay_under_a_field_of_zeros(dtype, value, modes):
+    array = np.array([[0, value, 1], [value, 1, 0]], dtype)
+    for mode in modes:
+        still = deform(array, np.zeros((2, 2, 3), np.float32), mode)
+        assert still.dtype == dtype and np.array_equal(still, array), mode
 
 
 def test_slices(tmp_path, capsys):
@@ -297,6 +309,22 @@ def test_bad_volumes_among_others_are_named_and_the_others_are_done(data, capsys
     assert {item["subject"] for item in read_datalist(data / "out")} == {"s_002"}
     assert "Left out" in (data / "out/report.html").read_text()
     assert not [path for name in bad for path in (data / "out").rglob(f"{name}*")]
+
+
+def test_a_channel_on_another_grid_is_named_and_the_other_volumes_are_done(tmp_path, capsys):
+    small, entries = (10, 12, 14), []
+    for number, shape, affine in ((1, small, OBLIQUE), (2, small, FLIPPED), (3, (10, 12, 13), OBLIQUE)):
+        write_subject(tmp_path / "data", number, OBLIQUE, small)
+        write_subject(tmp_path / "other", number, affine, shape)
+        entries.append({"image": [f"{folder}/imagesTr/s_{number:03d}.nii.gz" for folder in ("data", "other")]})
+    (tmp_path / "list.json").write_text(json.dumps({"training": entries}))
+    assert run("--data", tmp_path / "list.json", *WORDS, "--set", "data.channels=2", "--draws", 1, "--out",
+               tmp_path / "out") == 43
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2
+    for error, name in zip(errors, ("s_002", "s_003")):
+        assert re.search(f"other/imagesTr/{name}.nii.gz: the channel is on another grid than .*data/.*{name}", error)
+    assert sorted(path.name for path in (tmp_path / "out/channelsTr").iterdir()) == ["s_001_draw00_0001.nii.gz"]
 
 
 @pytest.mark.slow
@@ -491,6 +519,39 @@ def test_a_registered_copy_has_the_shape_and_the_grid_of_its_target(data, capsys
         assert float(line["deformation_percent_mean"]) < measure(field, affine)["mean"], "the affine map does not count"
 
 
+def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkeypatch):
+    """Two scans of one person, and two targets, of which one is a byte copy of the first scan."""
+    monkeypatch.setattr(OM_augment, "register", lambda *sides, **words: register(*sides, **{**words, "affine": False}))
+    monkeypatch.setattr(augment_report, "PICTURED", 1)
+    header = nibabel.Nifti1Header()
+    header["cal_max"] = 777
+    images = {"data/sub-01_ses-1": (24, 28), "data/sub-01_ses-2": (24, 28), "targets/imagesTr/other": (26, 30)}
+    for number, (name, shape) in enumerate(images.items()):
+        image = (1000 * make_subject(number, shape, dims=2)["image"]).astype(np.int16)
+        write_volume(tmp_path / f"{name}.nii.gz", image, np.eye(4), header)
+    mask = np.ones((26, 30), np.uint8)
+    write_volume(tmp_path / "targets/masksTr/other.nii.gz", mask, np.eye(4))
+    shutil.copy(tmp_path / "data/sub-01_ses-1.nii.gz", tmp_path / "targets/imagesTr/twin.nii.gz")
+    words = ["--data", tmp_path / "data", *WORDS, "--set", "model.dims=2", "--target", tmp_path / "targets",
+             "--register", 1, "--out", tmp_path / "out"]
+    assert run(*words) == 0
+    found = last_line(capsys)
+    assert (found["draws"], found["subjects"]) == (2, 1) and table_of(tmp_path / "out")[0]["target"] == "other"
+    copy = nibabel.load(tmp_path / "out/imagesTr/sub-01_ses-1_draw00.nii.gz")
+    assert copy.shape == (26, 30, 1) and copy.header["cal_max"] == 0
+    before, viewer = contents(tmp_path / "out"), 'class="viewer"'
+    assert viewer in (tmp_path / "out/report.html").read_text()
+    for folder in ("imagesTr", "masksTr"):
+        (tmp_path / f"targets/{folder}/other.nii.gz").rename(tmp_path / f"targets/{folder}/outer.nii.gz")
+    assert run(*words) == 0 and contents(tmp_path / "out") == before
+    assert viewer not in (tmp_path / "out/report.html").read_text()
+    mask[0] = 0
+    write_volume(tmp_path / "targets/masksTr/outer.nii.gz", mask, np.eye(4))
+    capsys.readouterr()
+    assert run(*words) == 43
+    assert "has draws with target" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_registered_copies_are_the_same_for_any_workers_and_do_not_mix_with_others(data, capsys):
     sources = data / "data/imagesTr"
@@ -639,6 +700,8 @@ def test_without_monai(monkeypatch):
     ({"mode": "cubic"}, {}, "mode cubic: give bilinear, smooth, nearest"),
     ({"keys": ["image", "mask"]}, {}, "mask: no such entry"),
     ({}, {"label": np.zeros((1, 5, 5, 5))}, "label: shape .* is not that of image"),
+    ({}, {"image_meta_dict": {"affine": OBLIQUE}, "label_meta_dict": {"affine": FLIPPED}},
+     "label: its affine is not that of image"),
     ({"cfg": {**CFG, "model.dims": 2, "data.img_size": [24, 24]}}, {}, "is not 2D, which model.dims requires"),
     ({"start": 80}, {}, "start 80: .* from 1 to 79"),
 ])
@@ -646,6 +709,13 @@ def test_what_the_transform_refuses(changes, entries, message):
     words = {"keys": ["image", "label"], "mode": "nearest", "prob": 1.0, "cfg": CFG, **changes}
     with pytest.raises(InputError, match=message):
         RandDeformationd(**words)({**sample(), **entries})
+
+
+def test_an_entry_without_an_affine_is_on_the_grid_of_the_first_one():
+    plain = transform()(sample())
+    for entries in ({"image": OBLIQUE}, {"label": FLIPPED}, {"image": OBLIQUE, "label": OBLIQUE + 1e-6}):
+        found = transform()({**sample(), **{f"{key}_meta_dict": {"affine": affine} for key, affine in entries.items()}})
+        assert np.array_equal(found["label"], plain["label"]) == ("image" not in entries)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -670,8 +740,11 @@ def test_what_the_transform_refuses(changes, entries, message):
     (["--image", "good.nii.gz", "--data", "."], "give either --image or --data"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz"], "--target: only a network"),
     (["--image", "good.nii.gz", "--condition", "slice"], "--condition slice needs a --target"),
+    (["--image", "good.nii.gz", "--slices", "3"], "--slices needs a --target, whose planes the network sees"),
+    (["--image", "good.nii.gz", "--stride", "2"], "--stride: only a network that recovers takes steps"),
     (["--image", "good.nii.gz", "--register"], "--register: name the volumes to register to by --target"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register"], "it holds 0 volumes that good can be"),
+    (["--image", "good.nii.gz", "--target", "copy.nii.gz", "--register"], "it holds 0 volumes that good can be"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register", "-1"], "--register -1: the number of steps"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register", "--start", "20"], "leave out --start"),
     (["--image", "good.nii.gz", "--set", "diffusion.size=3"], "unknown key diffusion.size"),
@@ -681,7 +754,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, words, message
     good = np.random.default_rng(0).integers(0, 9, (8, 8, 8)).astype(np.float32)
     spoilt = good.copy()
     spoilt[1, 2, 3] = np.nan
-    for name, array in {"good": good, "nan": spoilt, "flat": np.full((8, 8, 8), 4.0), "other": good[1:],
+    for name, array in {"good": good, "copy": good, "nan": spoilt, "flat": np.full((8, 8, 8), 4.0), "other": good[1:],
                         "half": good / 2}.items():
         write_volume(tmp_path / f"{name}.nii.gz", array, np.eye(4))
     assert run(*words, *WORDS, "--out", tmp_path / "out") == 43
@@ -699,6 +772,7 @@ def test_what_does_not_fit_a_model(data, model, capsys):
             (["--target", data / "nowhere.nii.gz"], "nowhere.nii.gz: no such file"),
             (["--target", image, "--slices", 99], "slices 99: the training grid has 48 planes"),
             (["--target", image, "--slices", -1], "--slices -1"),
+            (["--target", image, "--register", "--stride", 2], "--stride: only a network that recovers takes steps"),
             (["--target", image, "--condition", "none"], "with --condition none the target is not used"),
             (["--config", CONFIG], "--config is for --model none"),
             (["--start", "12"], "deformation is from 1 to 11")):
@@ -718,8 +792,8 @@ def test_what_the_function_refuses():
     spoilt[0, 0, 0] = np.inf
     for words, message in (
             ({"image": spoilt}, "image: 1 of .* NaN or infinite"), ({"image": image[0, 0]}, "image: shape .* is not"),
-            ({"label": image[1:]}, "label: shape"), ({"start": 80}, "start 80"), ({"target": image}, "give a model"),
-            ({"image": image[0]}, "is not 3D, which model.dims requires")):
+            ({"label": image[1:]}, "label: shape"), ({"mask": image[1:]}, "mask: shape"), ({"start": 80}, "start 80"),
+            ({"target": image}, "give a model"), ({"image": image[0]}, "is not 3D, which model.dims requires")):
         with pytest.raises(InputError, match=message):
             augment(**{"image": image, "cfg": CFG, **words})
 

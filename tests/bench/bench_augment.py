@@ -180,16 +180,16 @@ def draw_copies(method, volume, unlabelled, model, args, cfg):
     return copies
 
 
-def bring(volume, others, model, cfg, shown):
+def bring(volume, others, model, cfg, shown, labels):
     """Register a labelled volume to others: for each (moved image, moved label), on the grid of that other.
 
-    model: (net, config), or None for affine stage and refinement by `cfg`.
+    model: (net, config), or None for affine stage and refinement by `cfg`. labels: as for `apply_label`.
     """
     _, image, label, affine = volume
     how = {"model": model, "affine": False, "start": "centre"} if model else {"affine": True, "config": cfg}
     for _, target, _, target_affine in tqdm(others, f"{shown} {volume[0]}", unit="vol", leave=False):
         found = register((target, target_affine), (image, affine), refine=REFINE, **how)
-        yield found.warped, apply_label(label, affine, found.field, target_affine)
+        yield found.warped, apply_label(label, affine, found.field, target_affine, labels)
 
 
 def brought_copies(volume, unlabelled, args, cfg):
@@ -198,7 +198,7 @@ def brought_copies(volume, unlabelled, args, cfg):
     order = random.Random(volume[0]).sample([other for other in unlabelled if other[0] != volume[0]],
                                             min(args.draws, len(unlabelled) - 1))
     copies, limits = {"moved": [], "transferred": []}, intensity_range(volume[1], *cfg["data.percentiles"])
-    for other, (warped, label) in zip(order, bring(volume, order, None, cfg, "carrying")):
+    for other, (warped, label) in zip(order, bring(volume, order, None, cfg, "carrying", "nearest")):
         own_limits = intensity_range(other[1], *cfg["data.percentiles"])
         copies["moved"].append(on_grid(warped, label, other[3], limits, cfg))
         copies["transferred"].append(on_grid(other[1], label, other[3], own_limits, cfg))
@@ -340,7 +340,7 @@ def brought_labels(method, volume, tests, model, args, cfg):
     found = kept(path, settings, args.resume)
     if found is None:
         labels = [on_grid(test[1], label, test[3], (0.0, 1.0), cfg)[1][0].numpy()
-                  for test, (_, label) in zip(tests, bring(volume, tests, model, cfg, "registering"))]
+                  for test, (_, label) in zip(tests, bring(volume, tests, model, cfg, "registering", "smooth"))]
         keep(path, settings, labels=np.stack(labels).astype(np.uint8))
         found = kept(path, settings, True)
     return found["labels"]
