@@ -410,8 +410,8 @@ def run(args):
     cfg = WORKER["cfg"]
     items = read_items(args, cfg)
     draws = copies_of_each(args, items)
-    copies = {draw_name(item, draw) for item in items for draw in range(draws)}
-    if args.nnunet and (twice := sorted(copies & {item["id"] for item in items})):
+    twice = sorted({draw_name(item, draw) for item in items for draw in range(draws)} & {item["id"] for item in items})
+    if args.nnunet and twice:
         raise InputError(f"--nnunet: a copy would get the name of the volume {twice[0]}; rename the volume, or leave "
                          "out copies by --ids.")
     out.mkdir(parents=True, exist_ok=True)

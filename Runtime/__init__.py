@@ -1,7 +1,9 @@
 """Modules that keep a run alive. Every program imports this first; an outdated Python gets one sentence and exits."""
+import os
 import sys
 
 __version__ = "1.0.0"
+PROCESS = os.getpid()  # that imported the program first; forked ones have another number
 OLDEST = (3, 11)
 
 if sys.version_info < OLDEST:

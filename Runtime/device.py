@@ -10,12 +10,12 @@ import threading
 import torch
 import torch.distributed as dist
 
+from Runtime import PROCESS
 from Runtime.errors import InputError, first_line
 
 # torch.mps lacks float64 and does not report the device's properties or memory.
 UNFIT = ("mps",)
 VOXELS_A_THREAD = 2 ** 16  # with two threads 62,000 voxels gain nothing, and 250,000 take 0.6 of the time
-PROCESS = os.getpid()  # that imported this module
 SHARED = {"lock": threading.Lock(), "users": 0, "before": None}  # of `own_settings`
 
 

@@ -124,7 +124,7 @@ def test_numbered_images_with_a_label_each_are_cases_and_no_channels(tmp_path, f
 
 def test_what_other_programs_may_place_elsewhere_is_written_anew_and_the_rest_copied(tmp_path):
     """Two axes, two matrices, two sizes of voxels, no position, or none of it: ITK finds the label on its image."""
-    affine, items = make_affine((1, 0, 2), (1, -1, 1), (0.8, 1.2, 3)), []
+    affine, items = make_affine(signs=(-1, 1, 1), spacing=(0.8, 1.2, 3), degrees=(0.05, 0.1, 0.02)), []
     subject = make_subject(0, (16, 18), dims=2)
     for name, axes, shift, zoom, codes in (
             ("two axes", 2, 0, 1, (1, 2)), ("apart", 3, 4, 1, (1, 2)), ("nearly", 3, 0.05, 1, (1, 2)),
