@@ -32,9 +32,9 @@ from Report.page import cards_html, table_html, text_table, write_page
 from Runtime.errors import DONE, STOP, InputError, attempt, parse_options, run_program
 from Runtime.files import write_file
 
-# Of the files of a pair: which others one of them needs at least one of.
-NEEDS = {"moving_label": ("fixed_label",), "warped_label": ("fixed_label",), "fixed_points": ("moving_points",),
-         "moving_points": ("fixed_points",)}
+# Of the files of a pair: the one without which another scores nothing.
+NEEDS = {"moving_label": "fixed_label", "warped_label": "fixed_label", "fixed_points": "moving_points",
+         "moving_points": "fixed_points"}
 
 
 def parse_arguments(argv=None):
@@ -63,10 +63,10 @@ def asked_pairs(args):
     files = {key: getattr(args, key) for key in TO_SCORE if getattr(args, key)}
     if bool(args.pairs) == bool(files):
         raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
-    for one, others in NEEDS.items():
-        if one in files and not any(other in files for other in others):
-            options = [f"--{name.replace('_', '-')}" for name in (one, *others)]
-            raise InputError(f"{options[0]} scores nothing alone: add {' or '.join(options[1:])}, or leave it out.")
+    for one, other in NEEDS.items():
+        if one in files and other not in files:
+            alone, lacking = (f"--{name.replace('_', '-')}" for name in (one, other))
+            raise InputError(f"{alone} scores nothing alone: add {lacking}, or leave it out.")
     if not args.pairs:
         return [{"name": "pair", **files}], args.dims or 3
     pairs, dims = read_pairs_to_score(args.pairs)

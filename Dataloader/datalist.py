@@ -93,6 +93,12 @@ def list_volumes(root, pattern="", channels=1, as_listed=False):
 # Channels: the images of one volume in separate files
 # ---------------------------------------------------------------------------------------------------------------------
 
+def case_and_channel(path):
+    """Case and number of a channel by its name: X, 1 for X_0001; any other name is channel 0 of a case of its own."""
+    match = NUMBERED.fullmatch(_stem(path))
+    return (match[1], int(match[2])) if match else (_stem(path), 0)
+
+
 def group_channels(items):
     """Merge the items of single images into one item per case: X_0000, X_0001 and so on are channels of case X.
 
@@ -103,8 +109,7 @@ def group_channels(items):
     """
     cases = {}
     for item in items:
-        match = NUMBERED.fullmatch(_stem(item["image"]))
-        case, number = (match[1], int(match[2])) if match else (_stem(item["image"]), 0)
+        case, number = case_and_channel(item["image"])
         cases.setdefault(case, {})[number] = item
     most = max(len(channels) for channels in cases.values())
     grouped = []

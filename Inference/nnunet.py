@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from Dataloader.datalist import group_channels, list_file, read_json
+from Dataloader.datalist import case_and_channel, group_channels, list_file, read_json
 from Dataloader.grids import same_grid
 from Dataloader.nifti import (
     open_nifti,
@@ -30,7 +30,6 @@ from Runtime.errors import InputError
 from Runtime.files import write_file
 
 NAME = re.compile(r"Dataset\d{3}_[\w-]+")
-NUMBER = re.compile(r"_\d{4}((\.nii)?\.\w+)?$", re.I)  # the channel at the end of a file's name
 FOLDS = 5
 
 
@@ -47,7 +46,7 @@ def cases_of(name, items, dims):
     if not any("channels" in item for item in items):
         labels = {}
         for item in items:
-            labels.setdefault(NUMBER.sub("", item["image"].name), set()).add(item["label"])
+            labels.setdefault(case_and_channel(item["image"])[0], set()).add(item["label"])
         alone = any(len(found - {None}) > 1 for found in labels.values())
         cases = [{**item, "channels": []} for item in items] if alone else group_channels(items)
     for case in cases:

@@ -37,7 +37,7 @@ def fuse(image, atlases, maps):
     if len(maps) == 1 or not disputed.any():
         return maps[0].copy(), np.zeros(maps.shape[1:], np.float32)
     disputed = ndimage.binary_dilation(disputed, np.ones((3,) * disputed.ndim), iterations=SEARCH)
-    box = around(disputed, PATCH + SEARCH + 1)
+    box = around(disputed, MARGIN + 1)
     # The limits below are for intensities that vary by about 1.
     image, *atlases = ((each[box] / (each.std(dtype=np.float64) or 1)).astype(np.float32) for each in (image, *atlases))
     values, numbers = np.unique(maps[(slice(None), *box)], return_inverse=True)
@@ -82,8 +82,8 @@ def weigh(image, atlases, disputed):
 
 def neighbours(reach, dims):
     """Offsets of the voxels up to `reach` away along each axis, (count, dims) ints, the nearest first."""
-    around = itertools.product(range(-reach, reach + 1), repeat=dims)
-    return np.array(sorted(around, key=lambda offset: np.square(offset).sum()))
+    offsets = itertools.product(range(-reach, reach + 1), repeat=dims)
+    return np.array(sorted(offsets, key=lambda offset: np.square(offset).sum()))
 
 
 def best_shift(image, atlas, shifts, places):
@@ -133,9 +133,9 @@ def count(weights, best, numbers, kinds, disputed):
     weights, best: from `weigh`. numbers: (K, *size), the labels as 0 .. kinds - 1. disputed: (*size) booleans.
     """
     votes, volume = np.zeros((len(weights), kinds), np.float32), np.zeros(disputed.shape, np.float32)
-    rows, places = np.arange(len(weights)), np.argwhere(disputed) + SEARCH
+    rows, places, shifts = np.arange(len(weights)), np.argwhere(disputed) + SEARCH, neighbours(SEARCH, disputed.ndim)
     for atlas, labels in enumerate(np.pad(each, SEARCH, mode="edge") for each in numbers):
-        for number, shift in enumerate(neighbours(SEARCH, disputed.ndim)):
+        for number, shift in enumerate(shifts):
             volume[disputed] = np.where(best[:, atlas] == number, weights[:, atlas], 0)
             share = ndimage.uniform_filter(volume, 2 * PATCH + 1, mode="constant")[disputed]
             votes[rows, labels[tuple((places + shift).T)]] += share
