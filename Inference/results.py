@@ -68,7 +68,7 @@ def scores_csv(rows, columns):
 
 def read_results(out):
     """What an earlier run left: {"version": str, "settings": dict, "pairs": {name: row, with the folder's whole path},
-    "failed": list of dicts of name and reason}.
+    "failed": list of dicts of name and reason, "complete": whether it finished}.
 
     No pairs if results.json is missing or cannot be read.
     """
@@ -80,9 +80,9 @@ def read_results(out):
                 row.update({key: str(out.resolve() / Path(row[key]).name) for key in ("fixed", "fixed_label")
                             if key in row})
         return {"version": content.get("version"), "settings": content.get("settings"), "pairs": rows,
-                "failed": content.get("failed", [])}
+                "failed": content.get("failed", []), "complete": content.get("complete", False)}
     except (OSError, ValueError, LookupError, TypeError):
-        return {"version": None, "settings": None, "pairs": {}, "failed": []}
+        return {"version": None, "settings": None, "pairs": {}, "failed": [], "complete": False}
 
 
 def parts_of(out):

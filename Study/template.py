@@ -88,12 +88,11 @@ def finished_earlier(items, settings, out):
     """rows, failed and history of an earlier run, if it finished with these subjects and files; else None."""
     earlier = read_results(out)
     try:
-        complete = json.loads((out / "results.json").read_text())["complete"]
         history = json.loads((out / "convergence.json").read_text())
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError):
         return None
     known = {**earlier["pairs"], **{entry["name"]: entry for entry in earlier["failed"]}}
-    if not complete or earlier["version"] != __version__ or earlier["settings"] != settings:
+    if not earlier["complete"] or earlier["version"] != __version__ or earlier["settings"] != settings:
         return None
     if known.keys() != {item["id"] for item in items}:
         return None
