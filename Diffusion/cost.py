@@ -18,12 +18,12 @@ from Diffusion.fake_device import AliveBytes, DeviceAutocast
 from Diffusion.networks import new_network
 from Diffusion.optim import adam_names, local_bytes
 from Runtime.config import modes_of
-from Runtime.device import autocast, pick_device, precision, synchronize
+from Runtime.device import pick_device, precision, prepare_device, synchronize
 from Runtime.errors import DONE, InputError
 from Runtime.global_batch import split_step
 from Runtime.memory import measure
 
-TRIAL_S = 1.0  # of the trial convolution
+TRIAL_VOXELS = 2 ** 16  # of the grid on which a CPU tries a step
 
 
 def count_costs(loss_function, network, alive):
@@ -55,7 +55,7 @@ def count_costs(loss_function, network, alive):
 
 
 def stand_in(cfg, pair_batch, labels):
-    """A network and a batch without values, to count the cost of a config: call under FakeTensorMode.
+    """A network and a batch of noise: under FakeTensorMode without values, to count the cost of a config.
 
     pair_batch: pairs per forward pass. labels: number that loss.dice compares.
     Returns: the network; a function from a mode to its loss.
@@ -63,12 +63,12 @@ def stand_in(cfg, pair_batch, labels):
     size, batchsize = cfg["data.img_size"], cfg["data.batchsize"]
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
     net, values = new_network(cfg), torch.zeros(cfg["model.structures"] if cfg["loss.segment"] else labels)
-    image = torch.zeros(batchsize, cfg["data.channels"], *size)
+    image = torch.rand(batchsize, cfg["data.channels"], *size)
     t = torch.zeros(batchsize, dtype=torch.long)
-    moving, fixed = torch.zeros(2, pair_batch, cfg["data.channels"], *size)
+    moving, fixed = torch.rand(2, pair_batch, cfg["data.channels"], *size)
     maps = {"moving": moving[:, :1], "fixed": fixed[:, :1]}
     batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "use_condition": None,
-             "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, "cpu"),
+             "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, image.device),
              "targets": None, "moving": moving, "fixed": fixed, "mask": maps,
              "label": {**maps, "labelled": [(True, True)] * pair_batch, "values": values}}
 
@@ -130,36 +130,38 @@ def training_volumes(cfg, inputs):
     return cfg["data.expect_samples"], None, f"data.expect_samples{why}", 1
 
 
-def speed(cfg, device):
-    """Floating-point operations per second of this machine in a convolution of the size of the network's second level,
-    forward and backward. Training took up to twice as long on small grids, and four times as long on a large one, where
-    attention and sampling, which are not tried here, take most of the time."""
-    channels, batch = cfg["model.channels"][1], cfg["data.batchsize"]
-    size = [max(n // 2, 4) for n in cfg["data.img_size"]]
-    conv, count = (torch.nn.Conv3d, torch.nn.Conv2d)[len(size) == 2], 0
-    layer = conv(channels, channels, 3, padding=1).to(device)
-    image = torch.randn(batch, channels, *size, device=device, requires_grad=True)
+def step_seconds(cfg, split, modes, labels, device):
+    """Seconds of a step of one rank on this machine: forward and backward of each mode, tried on a batch of noise.
 
-    def one_pass():
-        with autocast(device, cfg["run.amp"]):
-            loss = layer(image).sum()
-        loss.backward()
-        synchronize(device)
+    On a CPU a large grid is cut to TRIAL_VOXELS, and the seconds grow with the voxels; a device would idle on such a
+    grid, so there it stays whole. Reading, the optimizer and the sums over ranks are left out, and so are the graphs of
+    run.graphs, which make a step on a device up to twice as fast.
 
-    one_pass()  # the first one is slow
-    began = time.perf_counter()
-    while time.perf_counter() - began < TRIAL_S:
-        one_pass()
-        count += 1
-    operations = 3 * 2 * channels ** 2 * 3 ** len(size) * math.prod(size) * batch
-    return count * operations / (time.perf_counter() - began)
+    split: from `split_step`. labels: number that loss.dice compares.
+    """
+    size = list(cfg["data.img_size"])
+    while device.type == "cpu" and math.prod(size) > TRIAL_VOXELS:
+        size[size.index(max(size))] //= 2
+    prepare_device(device, cfg["run.threads"])
+    torch.set_flush_denormal(True)  # as in a training
+    with torch.device(device):
+        _, loss_of = stand_in({**cfg, "data.img_size": size}, split.pair_batch, labels)
+    seconds = 0.0
+    for mode in modes_of(cfg, modes):
+        for _ in range(2):  # the first one is slow
+            began = time.perf_counter()
+            loss_of(mode).backward()
+            synchronize(device)
+            took = time.perf_counter() - began
+        seconds += took * (split.pair_batches if mode.data == "pairs" else split.sample_batches)
+    return seconds * math.prod(cfg["data.img_size"]) / math.prod(size)
 
 
-def this_machine(cfg, costs, memory, split):
-    """Cost of a step on this machine: {"device", "free_bytes" (None if unknown), "fits", "step_seconds"}; {} if
-    run.device is absent, as on a login node.
+def this_machine(cfg, memory, split, modes, labels):
+    """Cost of a step on this machine: {"device", "free_bytes" (None if unknown), "fits", "step_seconds" (None if it
+    does not fit)}; {} if run.device is absent, as on a login node.
 
-    costs: from `mode_costs`. memory: {device type: bytes of a step}. split: from `split_step`.
+    memory: {device type: bytes of a step}. split, labels: as in `step_seconds`.
     """
     try:
         device = pick_device(cfg["run.device"])
@@ -167,10 +169,9 @@ def this_machine(cfg, costs, memory, split):
         return {}
     room = measure(device)
     free = room["host_free" if device.type == "cpu" else "device_free"]
-    operations = sum(cost["flops"] * (split.pair_batches if mode == "registration" else split.sample_batches)
-                     for mode, cost in costs.items())
-    return {"device": device.type, "free_bytes": free, "step_seconds": operations / speed(cfg, device),
-            "fits": None if free is None else memory.get(device.type, memory["cpu"]) <= free}
+    fits = None if free is None else memory.get(device.type, memory["cpu"]) <= free
+    return {"device": device.type, "free_bytes": free, "fits": fits,
+            "step_seconds": None if fits is False else step_seconds(cfg, split, modes, labels, device)}
 
 
 def fit_text(here, cfg):
@@ -219,12 +220,14 @@ def dry_run(cfg, world_size, modes):
         print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; {batch}")
     else:
         print(f"steps per epoch: unknown without the volumes ({source}); {batch}")
-    here = this_machine(cfg, costs, memory, split)
+    here = this_machine(cfg, memory, split, modes, labels)
     if here:
-        print(f"on this machine ({here['device']}): {fit_text(here, cfg)}; a step takes about "
-              f"{here['step_seconds']:.2g} s" + f", all {cfg['run.epochs']} epochs "
-              f"{here['step_seconds'] * steps * cfg['run.epochs'] / 3600:.3g} h" * bool(volumes)
-              + ", by a trial convolution: a large grid may take up to four times as long")
+        seconds, line = here["step_seconds"], f"on this machine ({here['device']}): {fit_text(here, cfg)}"
+        if seconds is not None:
+            hours = seconds * steps * cfg["run.epochs"] / 3600
+            line += f"; a step takes about {seconds:.2g} s"
+            line += f", all {cfg['run.epochs']} epochs {hours:.3g} h" * bool(volumes) + ", by a trial on noise"
+        print(line)
     else:
         print(f"on this machine: no {cfg['run.device']}, so the time is unknown")
     print(json.dumps({"parameters": parameters, "step_flops": sum(cost["flops"] for cost in costs.values()),

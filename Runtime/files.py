@@ -34,9 +34,11 @@ def as_stored(name):
 
 
 def require_file(path):
-    """Raise InputError if a file is missing; for a dangling link the sentence names its target."""
+    """Raise InputError if a file is missing or may not be read; for a dangling link the sentence names its target."""
     path = Path(path)
     if path.is_file():
+        if not os.access(path, os.R_OK):
+            raise InputError(f"{path}: this user may not read it; ask its owner to allow it (chmod a+r).")
         return
     if path.is_symlink():
         raise InputError(f"{path}: a link to {os.readlink(path)}, which does not exist; fetch its content, for "

@@ -41,8 +41,9 @@ def jacobian(args):
         raise InputError("give either --results, or --scans with two or more scans of one subject.")
     settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity}
     with locked(args.out, "jacobian") as out:
-        tasks, function, failed = of_scans(out, args) if args.scans else of_results(out, args)
+        tasks, function, failed, verdicts = of_scans(out, args) if args.scans else of_results(out, args)
         rows, more = do_all(out, tasks, function, settings, args.workers, "mapping", "subject", args.again)
+        rows = [{**row, **verdicts.get(row["name"], {})} for row in rows]
         page = write_maps_page(out, rows, failed + more, args)
         return end(out, rows, failed + more, settings, page, args.strict, {})
 
@@ -57,7 +58,8 @@ def log_determinant(field):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def of_results(out, args):
-    """Tasks for the subjects in a folder of results, all registered to one volume; their function; failed subjects."""
+    """Tasks for the subjects in a folder of results, all registered to one volume; their function; failed subjects; the
+    verdicts of the others, which change when the list does, while their maps are kept."""
     folder = Path(args.results) if Path(args.results).is_dir() else Path(args.results).parent
     rows = [row for row in read_results(folder)["pairs"].values() if "fixed" in row and "matrix" in row]
     if not rows:
@@ -76,7 +78,9 @@ def of_results(out, args):
     label = args.labels or rows[0].get("fixed_label") or (beside if beside.is_file() else None)
     tasks = [({"name": row["name"], "field": Path(row["folder"]) / "field.nii.gz", "fixed": Path(targets[0]),
                **({"labels": Path(label)} if label else {})}, out / row["name"]) for row in rows]
-    return tasks, functools.partial(map_subject, str(out), args.smooth, {row["name"]: row for row in rows}), bad
+    verdicts = {row["name"]: {"verdict": row.get("verdict", "ok"), "reason": row.get("reason", "")} for row in rows}
+    function = functools.partial(map_subject, str(out), args.smooth, {row["name"]: row for row in rows})
+    return tasks, function, bad, verdicts
 
 
 def map_subject(out, smooth_mm, rows, entry, folder, earlier):
@@ -93,8 +97,7 @@ def map_subject(out, smooth_mm, rows, entry, folder, earlier):
         labels, own = read_label(entry["labels"], dims)
         require_same_grid(f"{entry['labels']}: the label map", labels.shape, own, entry["fixed"], grid.shape, affine,
                           "give one on the template's grid")
-    result = {"fixed": str(entry["fixed"]), "verdict": row.get("verdict", "ok"), "reason": row.get("reason", "")}
-    return finish(out, folder, entry, result, maps, affine, labels, smooth_mm, [])
+    return finish(out, folder, entry, {"fixed": str(entry["fixed"])}, maps, affine, labels, smooth_mm, [])
 
 
 def finish(out, folder, entry, result, maps, affine, labels, smooth_mm, paths):
@@ -127,13 +130,14 @@ def percent(logs):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def of_scans(out, args):
-    """Tasks for the later scans of one subject, each against the first; their function; no failed ones."""
+    """Tasks for the later scans of one subject, each against the first, and their function; otherwise as
+    `of_results`, empty."""
     first, *later = volumes_of(args.scans)
     label = args.labels or first["label"]
     tasks = [({"name": item["id"], "first": first["image"], "scan": item["image"],
                **({"labels": Path(label)} if label else {})}, out / item["id"]) for item in later]
     options = {"similarity": args.similarity, "device": pick_device(args.device).type}
-    return tasks, functools.partial(map_change, str(out), args.smooth, args.affine, options), []
+    return tasks, functools.partial(map_change, str(out), args.smooth, args.affine, options), [], {}
 
 
 def map_change(out, smooth_mm, kind, options, entry, folder, earlier):

@@ -182,8 +182,7 @@ def write_plan_page(out, args, items, seen, bad, chosen, advice):
     cards = [("volumes", len(items), f"{len(bad)} left out" if bad else ""),
              ("grid", " x ".join(map(str, chosen["img_size"])), f"of {chosen['spacing_mm']} mm"),
              ("memory of a step", f"{chosen['memory_gib']} GiB", ""),
-             ("a step", f"{chosen['step_seconds']} s",
-              "by a trial convolution: a large grid may take up to four times as long"),
+             ("a step", f"{chosen['step_seconds']} s", "by a trial on noise"),
              ("the training", f"{chosen['hours']} h", f"{chosen['steps']} steps")]
     rows = [[f"{key}, mm", *(f"{n:.{digits}f}" for bound in (np.min, np.max)
                              for n in bound([row[f"{key}_mm"] for row in seen], 0))]

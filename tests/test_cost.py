@@ -1,14 +1,17 @@
 """Costs counted without doing the work, against what is known by hand and what is really kept."""
+import dataclasses
 import json
+import time
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import OM_train_3modes as om
-from Diffusion.cost import count_costs, fit_text, mode_costs, step_memory, training_volumes
+from Diffusion.cost import count_costs, fit_text, mode_costs, step_memory, step_seconds, training_volumes
 from Diffusion.fake_device import AliveBytes
 from Runtime.errors import InputError
+from Runtime.global_batch import split_step
 from tests.tiny import ROOT, arguments, config, make_data
 
 
@@ -67,7 +70,8 @@ def test_what_is_not_prepared_yet_is_counted_from_the_files(tmp_path, capsys):
     *_, counted, here, costs = capsys.readouterr().out.strip().splitlines()
     costs = json.loads(costs)
     assert costs["steps_per_epoch"] == 6 and costs["device"] == "cpu" and costs["fits"] and costs["step_seconds"] > 0
-    assert here.startswith("on this machine (cpu): it fits (") and "all 2 epochs" in here and "by a trial" in here
+    assert here.startswith("on this machine (cpu): it fits (") and "all 2 epochs" in here
+    assert here.endswith("by a trial on noise")
     assert f"6 volumes (from {tmp_path / 'data'}, since data.cache" in counted and "run OM_prepare.py" in counted
     assert om.main(arguments(tmp_path / "none", "--dry-run", data__cache=tmp_path / "cache")) == 0
     assert f"(from data.expect_samples, since {tmp_path / 'none/data'}: no such" in capsys.readouterr().out
@@ -81,6 +85,22 @@ def test_data_that_no_mode_uses_refuse_no_dry_run(tmp_path):
     assert training_volumes(cfg, ["volumes"])[:2] == (6, None)
     with pytest.raises(InputError, match="no such pair list"):
         training_volumes(cfg, ["volumes", "pairs"])
+
+
+def test_a_step_is_tried_on_a_grid_of_this_machine_and_grows_with_the_voxels():
+    shapes = []
+
+    def step(net, batch, cfg):
+        shapes.append(tuple(batch["moving"].shape[2:]))
+        time.sleep(0.1)
+        return sum(each.sum() for each in net.parameters()), {}
+
+    modes = {"registration": om.MODES["registration"]._replace(step=step)}
+    cfg = config(data__img_size=[64, 128, 64])
+    split = dataclasses.replace(split_step(cfg, 1), pair_batches=3)
+    found = step_seconds(cfg, split, modes, 1, torch.device("cpu"))
+    assert shapes == [(32, 32, 64)] * 2, "once to warm up, once timed"
+    assert 3 * 8 * 0.1 < found < 3 * 8 * 0.3
 
 
 def test_a_step_that_does_not_fit_is_told_with_what_to_change():

@@ -5,7 +5,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +128,24 @@ def test_a_system_that_lacks_some_errors_has_the_others():
                "print(errno.EIO in PASSING)")
     done = launching.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_a_file_that_may_not_be_read_is_named():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        path = Path(folder) / "scan.nii.gz"
+        path.write_bytes(b"scan")
+        path.chmod(0)
+        code = """if True:
+            import os, sys
+            from Runtime.errors import InputError
+            from Runtime.files import require_file
+            if os.geteuid() == 0:
+                os.setuid(65534)  # root may read everything
+            try:
+                require_file(sys.argv[1])
+            except InputError as error:
+                print(error)
+            """
+        said = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True, text=True)
+    assert said.stdout == f"{path}: this user may not read it; ask its owner to allow it (chmod a+r).\n", said.stderr

@@ -79,8 +79,12 @@ def test_maps_and_table_of_known_fields(results, capsys):
     assert float(rows["swollen"]["change_percent"]) == pytest.approx(percent(exact[inside]), abs=0.01)
     assert rows["swollen"]["voxels"] == "64"
     before = (place / "out/jacobian.tsv").read_text()
+    content = json.loads((place / "reg/results.json").read_text())
+    content["pairs"][0].update(verdict="doubtful", reason="its similarity is an outlier.")
+    (place / "reg/results.json").write_text(json.dumps(content))
     assert run("--results", place / "reg", "--labels", place / "label.nii.gz", "--out", place / "out") == 0
-    assert "keeping 2 of 2 subjects" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "keeping 2 of 2 subjects" in said and "grown: doubtful, its similarity is an outlier." in said
     assert (place / "out/jacobian.tsv").read_text() == before
     assert run("--results", place / "reg", "--smooth", "3", "--out", place / "smooth") == 0
     smoothed = read_numbers(place / "smooth/swollen" / WHOLE)[0]

@@ -43,7 +43,7 @@ def test_a_config_that_the_training_takes(tmp_path, capsys):
     assert found["left_out"] == 1 and "flat is left out" in printed.err
     assert found["memory_gib"] > 0 and found["hours"] > 0 and "omnimorph register" in printed.out
     page = (tmp_path / "plan/plan.html").read_text()
-    assert "by a trial convolution" in page and "flat" in page
+    assert "by a trial on noise" in page and "flat" in page
 
 
 def test_the_config_for_a_pattern_finds_its_volumes(tmp_path):
