@@ -283,19 +283,20 @@ def _job_state(content, run):
         told, owner = os.environ.get("OMNIMORPH_JOBS"), (run / "lock.json").stat().st_uid
         if told is None or owner != os.getuid():
             return None
-        answer = subprocess.CompletedProcess("", 0, dict(word.split("=", 1) for word in told.split()).get(job, ""))
+        state = dict(word.split("=", 1) for word in told.split()).get(job, "")
     else:
         try:
             answer = subprocess.run(["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}"],
                                     capture_output=True, text=True, timeout=20)
         except subprocess.TimeoutExpired:
             raise OSError(errno.ETIMEDOUT, f"Slurm does not say within 20 s whether job {job} still runs") from None
-    if re.search("RUNNING|SUSPENDED|STOPPED|CONFIGURING|RESIZING", answer.stdout):
+        if answer.returncode and "Invalid job id" not in answer.stderr:  # Slurm's words for a job it has forgotten
+            raise OSError(errno.ETIMEDOUT, f"Slurm does not say whether job {job} still runs ({answer.stderr.strip()})")
+        state = answer.stdout
+    if re.search("RUNNING|SUSPENDED|STOPPED|CONFIGURING|RESIZING", state):
         return "running"
-    if re.search("COMPLETING|SIGNALING|STAGE_OUT", answer.stdout):
+    if re.search("COMPLETING|SIGNALING|STAGE_OUT", state):
         raise OSError(errno.EBUSY, f"job {job} is just ending")
-    if answer.returncode and "Invalid job id" not in answer.stderr:  # Slurm's words for a job it has forgotten
-        raise OSError(errno.ETIMEDOUT, f"Slurm does not say whether job {job} still runs ({answer.stderr.strip()})")
     return "over"
 
 

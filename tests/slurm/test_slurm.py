@@ -287,7 +287,9 @@ def test_a_campaign_through_kill_stop_hang_and_walltime(slurm, checkout, place):
     for number, rank in ((signal.SIGKILL, 1), (signal.SIGSTOP, 3)):
         def ready(last=last):
             attempt, pids = newest_attempt(folder)
-            return attempt > last and steps_done(folder, attempt) - resumed(folder, attempt) >= 3 and (attempt, pids)
+            went_on = attempt > last and steps_done(folder, attempt) - resumed(folder, attempt) >= 3
+            # Without a checkpoint a job that a busy machine brings to its time limit would not go back into the queue.
+            return went_on and newest(run_of(folder)) and (attempt, pids)
         last, pids = until(ready, 200)
         os.kill(pids[rank], number)
     until_over(slurm, job, 1400)
