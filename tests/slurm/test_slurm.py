@@ -369,7 +369,8 @@ def test_a_second_job_on_the_same_folder_is_refused(slurm, checkout, place, shor
     folder = prepared(place, "twice")
     first = submit(slurm, checkout, options(folder))
     until(lambda: steps_done(folder) >= 2, 300)
-    second = submit(slurm, checkout, options(folder), "--no-requeue")
+    words = options(folder, "--no-preflight")  # which on a busy machine may take longer than the first job
+    second = submit(slurm, checkout, words, "--no-requeue")
     until(lambda: is_over(slurm, second), 120)
     assert state(slurm, second)[0] == "FAILED" and f"(job {first})" in printed(checkout, second)
     until(lambda: is_over(slurm, first), 200)
