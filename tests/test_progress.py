@@ -26,6 +26,13 @@ failed = pytest.main(["-q", "-p", "no:cacheprovider", "tests/test_losses.py", "-
 sys.exit(failed or OM_train_3modes.main(sys.argv[1:]))
 """
 
+RECIPE = re.search(r"```diff\n(.*?)```", (ROOT / "docs/new_loss.md").read_text(), re.S)[1]
+
+
+def test_the_recipe_of_a_new_loss_applies_to_the_code_of_today():
+    checked = subprocess.run(["git", "apply", "--check", "-"], input=RECIPE, cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
 
 def test_a_term_that_is_new_is_averaged_like_the_others():
     sums = new_sums(AVERAGES)
@@ -72,8 +79,7 @@ def test_the_recipe_of_a_new_loss(tmp_path):
                    "Supervisor", "tests"):
         shutil.copytree(ROOT / folder, code / folder, ignore=shutil.ignore_patterns("__pycache__", ".pytest_cache"))
     shutil.copy(ROOT / "OM_train_3modes.py", code)
-    recipe = re.search(r"```diff\n(.*?)```", (ROOT / "docs/new_loss.md").read_text(), re.S)[1]
-    (code / "bending.diff").write_text(recipe)
+    (code / "bending.diff").write_text(RECIPE)
     git = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)}
     applied = subprocess.run(["git", "apply", "bending.diff"], cwd=code, env=git, capture_output=True, text=True)
     assert applied.returncode == 0, applied.stderr
