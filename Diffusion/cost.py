@@ -23,7 +23,7 @@ from Runtime.errors import DONE, InputError
 from Runtime.global_batch import split_step
 from Runtime.memory import measure
 
-TRIAL_VOXELS = 2 ** 16  # of the grid on which a CPU tries a step
+TRIAL_VOXELS = 2 ** 17  # of the grid on which a CPU tries a step
 
 
 def count_costs(loss_function, network, alive):

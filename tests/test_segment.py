@@ -13,7 +13,7 @@ from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
 from Runtime import __version__
 from Study.atlases import join_labels, sizes, voters
-from Study.fusion import best_shift, count, fuse, is_thick, joint_weights, neighbours
+from Study.fusion import TRUST, best_shift, by_intensity, count, fuse, is_thick, joint_weights, neighbours
 from Study.thumbnails import COLOURS, GREYS, palette, thumbnail, tile
 from tests.test_nifti import tilted_affine
 
@@ -81,6 +81,15 @@ def test_a_structure_and_a_gap_of_three_voxels_are_thick(thickness, thick):
     for sheet in (labels, 2 - labels):
         assert is_thick(sheet)[:, 5:5 + thickness].all() == is_thick(sheet)[6, 5, 6] == thick
         assert is_thick(sheet)[:, 9:].all() and is_thick(sheet)[:, :5].all()
+
+
+def test_even_votes_go_to_the_label_whose_intensity_the_voxel_has():
+    sure, values = np.repeat(np.eye(2), 500, axis=0), np.repeat([3.0, 7.0], 500)
+    found = by_intensity(np.r_[sure, [[0.5, 0.5], [0.5, 0.5]]], np.r_[values, 3.0, 7.0])
+    np.testing.assert_array_equal(found[-2:].argmax(1), [0, 1])
+    # Half of all voxels have an intensity, and nearly all of those of its label: it is twice as typical there.
+    np.testing.assert_allclose(found[-2:].max(1), 0.5 * 2 ** TRUST, rtol=0.1)
+    np.testing.assert_allclose(by_intensity(sure, np.full(1000, 5.0)), sure, atol=1e-6)  # a flat image says nothing
 
 
 def test_flat_images_give_a_plain_vote():
