@@ -49,7 +49,8 @@ def fuse(image, atlases, maps):
     votes = count(*weigh(image, atlases, inside), numbers, len(values), inside)
     thick = np.mean([is_thick(each) for each in numbers], axis=0)[inside] > THICK
     votes[thick] = smoothed(votes, inside)[thick]
-    votes = by_intensity(votes / np.maximum(votes.sum(1, keepdims=True), 1e-6), image[inside])
+    votes /= np.maximum(votes.sum(1, keepdims=True), 1e-6)
+    votes = by_intensity(votes, image[inside])
     label, doubt = maps[0].copy(), np.zeros(disputed.shape, np.float32)
     label[disputed] = values[votes.argmax(1)]
     doubt[disputed] = np.clip(1 - votes.max(1) / np.maximum(votes.sum(1), 1e-6), 0, 1)
@@ -179,5 +180,8 @@ def by_intensity(shares, values):
     counts = ndimage.gaussian_filter1d(counts, BLUR, axis=0)  # mirrored at the ends, so none is lost
     whole = counts.sum(1, keepdims=True) / len(values)
     counts += BINS * whole
-    typical = counts / counts.sum(0) / np.maximum(whole, 1e-9)
-    return (shares * typical[bins] ** TRUST).astype(np.float32)
+    typical = (counts / counts.sum(0) / np.maximum(whole, 1e-9)) ** TRUST
+    found = np.empty_like(shares)  # label by label: with a hundred labels, tables of all voxels fill the memory
+    for kind in range(shares.shape[1]):
+        found[:, kind] = shares[:, kind] * typical[bins, kind]
+    return found
