@@ -19,7 +19,7 @@ from Diffusion.networks import new_network
 from Diffusion.optim import adam_names, local_bytes
 from Runtime.config import modes_of
 from Runtime.device import pick_device, precision, prepare_device, synchronize
-from Runtime.errors import DONE, InputError
+from Runtime.errors import DONE, InputError, is_out_of_memory
 from Runtime.global_batch import split_step
 from Runtime.memory import measure
 
@@ -170,15 +170,22 @@ def this_machine(cfg, memory, split, modes, labels):
     room = measure(device)
     free = room["host_free" if device.type == "cpu" else "device_free"]
     fits = None if free is None else memory.get(device.type, memory["cpu"]) <= free
-    return {"device": device.type, "free_bytes": free, "fits": fits,
-            "step_seconds": None if fits is False else step_seconds(cfg, split, modes, labels, device)}
+    seconds = None
+    if fits is not False:
+        try:
+            seconds = step_seconds(cfg, split, modes, labels, device)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False  # what kernels need beside the tensors is not in the estimate
+    return {"device": device.type, "free_bytes": free, "fits": fits, "step_seconds": seconds}
 
 
 def fit_text(here, cfg):
     """Whether a step fits into the free memory, in words. here: from `this_machine`."""
     if here["fits"] is None:
         return "its free memory is unknown"
-    free = f"{here['free_bytes'] / 2 ** 30:.1f} GiB are free"
+    free = f"{here['free_bytes'] / 2 ** 30:.1f} GiB are free" if here["free_bytes"] is not None else "a trial ran out"
     if here["fits"]:
         return f"it fits ({free})"
     lower = "lower data.batchsize" if cfg["data.batchsize"] > 1 else "set a smaller data.img_size"

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import OM_train_3modes as om
-from Diffusion.cost import count_costs, fit_text, mode_costs, step_memory, step_seconds, training_volumes
+from Diffusion.cost import count_costs, fit_text, mode_costs, step_memory, step_seconds, this_machine, training_volumes
 from Diffusion.fake_device import AliveBytes
 from Runtime.errors import InputError
 from Runtime.global_batch import split_step
@@ -101,6 +101,17 @@ def test_a_step_is_tried_on_a_grid_of_this_machine_and_grows_with_the_voxels():
     found = step_seconds(cfg, split, modes, 1, torch.device("cpu"))
     assert shapes == [(32, 64, 64)] * 2, "once to warm up, once timed"
     assert 3 * 4 * 0.1 < found < 3 * 4 * 0.3
+
+
+def test_a_trial_that_runs_out_of_memory_is_told_as_a_step_that_does_not_fit():
+    def step(net, batch, cfg):
+        return torch.empty(2 ** 50), {}  # a petabyte: the allocator refuses it
+
+    modes, cfg = {"registration": om.MODES["registration"]._replace(step=step)}, config()
+    here = this_machine(cfg, {"cpu": 0}, split_step(cfg, 1), modes, 1)
+    assert here["fits"] is False and here["step_seconds"] is None
+    assert "does NOT fit" in fit_text(here, cfg)
+    assert "a trial ran out" in fit_text({**here, "free_bytes": None}, cfg)
 
 
 def test_a_step_that_does_not_fit_is_told_with_what_to_change():
