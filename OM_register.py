@@ -102,10 +102,15 @@ def check_arguments(args):
     """Raise InputError for options that do not fit together and for missing files; fill in defaults."""
     also_seen = args.fixed_mask or args.moving_mask or args.fixed_channels or args.moving_channels
     if args.apply:
-        if any((args.pairs, args.model != "none", args.affine, args.refine, args.initial, args.also, args.similarity,
-                also_seen)):
-            raise InputError("--apply uses an existing field: leave out --pairs, --model, --affine, --refine, "
-                             "--initial, --also, --similarity, masks and channels.")
+        if args.inverse:
+            raise InputError("--apply takes the field as it is: leave out --inverse, and apply inverse_field.nii.gz, "
+                             "which a registration with --inverse writes.")
+        if any((args.pairs, args.model != "none", args.affine, args.refine is not None, args.initial, args.also,
+                args.similarity, args.start != "auto", args.fixed_label, args.moving_points, args.resample_labels,
+                args.learn2reg, args.part, also_seen)):
+            raise InputError("--apply uses an existing field and scores nothing: leave out --pairs, --model, --affine, "
+                             "--refine, --initial, --also, --similarity, --start, --fixed-label, --moving-points, "
+                             "--resample-labels, --learn2reg, --part, masks and channels.")
         if not (args.moving or args.moving_label or args.points):
             raise InputError("--apply needs something to move: --moving, --moving-label or --points.")
     else:

@@ -48,7 +48,7 @@ from Runtime.files import is_passing, passing_fault, patiently
 from Runtime.global_batch import split_step
 from Runtime.keyed_random import uniform
 from Runtime.pace import keep_pace, new_pace
-from Runtime.profile import new_profile, profile_step
+from Runtime.profile import new_profile, parse_steps, profile_step
 from Runtime.progress import (
     Progress,
     add_terms,
@@ -355,6 +355,8 @@ def run_mode(run, mode, batches, **raised):
     if mode.clip_norm:
         clip_grads_with_norm_(run.net.parameters(), run.cfg[mode.clip_norm], norm)
     norm = optim.whole(norm).item()
+    if finite and not math.isfinite(norm):
+        watchdog.event("nonfinite", mode=mode.name, terms=means, norm=str(norm))
     terms, moved = dict(zip(means, agreed.terms)), math.isfinite(norm) and not agreed.nonfinite
     if moved:
         optimizer.step()
@@ -541,6 +543,8 @@ def main(argv=None):
         ranks = launch.environment()
         if args.debug:
             launch.debug()
+        if args.profile:
+            parse_steps(args.profile)  # a mistake in it is told before anything is read
         modes_of(cfg, MODES)  # a config without any mode stops here, before a folder is made
         if args.dry_run:
             return dry_run(cfg, ranks.world_size, MODES)

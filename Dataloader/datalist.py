@@ -137,7 +137,7 @@ def name_subjects(root, items, pattern=""):
     root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" if the list names none.
     Raises InputError for an unusable pattern, or one that finds no subject in an image path.
     """
-    base = root if root.is_dir() else _above_pattern(root)
+    base = root if root.is_dir() else root.parent if root.exists() else _above_pattern(root)
     channels = [CHANNEL.search(_stem(item["image"])) for item in items]
     try:
         expression = re.compile(pattern) if pattern else None
@@ -563,7 +563,13 @@ def _volumes_under(base):
     so that a folder inside `base` keeps its own name. Raises InputError for broken links.
     """
     paths, lost, seen, tops, root = [], [], set(), [str(base)], os.path.realpath(base) + os.sep
-    for folder, inner, names in itertools.chain.from_iterable(map(os.walk, tops)):
+
+    def unreadable(error):
+        raise InputError(f"{error.filename}: this folder cannot be read ({error.strerror}); have its permissions "
+                         "corrected, or move it out of the data set.") from None
+
+    walks = (os.walk(top, onerror=unreadable) for top in tops)
+    for folder, inner, names in itertools.chain.from_iterable(walks):
         real = os.path.realpath(folder)
         # A link's own name hides that of the folder; links to BIDS folders of elsewhere are wanted.
         hidden = SIDE_FOLDERS | NO_DATA if real.startswith(root) else SIDE_FOLDERS

@@ -127,10 +127,13 @@ def is_segmentation(volume):
     """
     some = volume[tuple(slice(None, None, 4) for _ in volume.shape)]  # a quick look that rules out most images
     for part in (some, volume):
-        if not (part == np.rint(part)).all() or len(values := np.unique(part)) > MOST_LABELS:
+        if not (part == np.rint(part)).all():
             return False
-    here, there = volume[:-1], volume[1:]
-    shows = (here != values[0]) & (there != values[0])
+        values, counts = np.unique(part, return_counts=True)
+        if len(values) > MOST_LABELS:
+            return False
+    here, there, ground = volume[:-1], volume[1:], values[counts.argmax()]
+    shows = (here != ground) & (there != ground)
     return bool(shows.any() and (here == there)[shows].mean() > EQUAL_NEIGHBOURS)
 
 
@@ -675,7 +678,7 @@ def _cells(line):
     line = line.strip()
     if "\t" in line or ";" in line:
         return [cell.strip() for cell in line.split("\t" if "\t" in line else ";")]
-    if "," in line and (" " not in line or ", " in line):
+    if "," in line and (" " not in line or re.search(r" ,|, ", line)):  # else the comma is a decimal one
         return [cell.strip() for cell in line.split(",")]
     return line.split()
 

@@ -45,6 +45,9 @@ def on_grid(item, cfg, kinds=KINDS):
         box = foreground_box(to_canonical(inside, affine)[0])
     arrays = dict.fromkeys(KINDS[1:])
     placed = [to_grid(image, affine, size, spacing_mm, box=box) for image in images]
+    if any(array.min() == array.max() for array, _ in placed):
+        raise InputError(f"{item['image']}: all of it is one intensity on the training grid; check its voxel size in "
+                         "the header, data.spacing_mm and data.window.")
     for kind, other in others.items():
         if kind in kinds:
             if other.dtype != np.int16:

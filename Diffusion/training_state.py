@@ -205,5 +205,5 @@ def refuse_nonfinite(run):
         if not whole(parameter).isfinite().all():
             raise RuntimeError(f"the weights are not finite after step {step}: {name}")
     if run.progress.nonfinite_in_a_row >= most:
-        raise InputError(f"{run.folder}: the loss was not finite in {most} steps in a row, the last one {step}; look "
-                         "at the data or lower optim.lr.")
+        raise InputError(f"{run.folder}: the loss or its gradient was not finite in {most} steps in a row, the last "
+                         f"one {step - 1}; look at the data, or lower optim.lr or the weights of the losses.")

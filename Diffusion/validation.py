@@ -22,7 +22,10 @@ from Runtime.keyed_random import generator
 VAL_IMGSIM = {"registration.window": 9, "registration.scales": 3, "registration.squared": True}
 
 # Besides the volumes and pairs, the keys on which scores depend and that a run may change where it resumes.
-MEASURED = ("run.seed", "run.val_pairs", "registration.rounds", "registration.symmetric", "registration.similarity")
+MEASURED = ("run.seed", "run.val_pairs", "registration.rounds", "registration.symmetric", "registration.similarity",
+            "data.img_size", "data.spacing_mm", "data.crop_above", "data.percentiles", "data.window",
+            "model.condition_type", "diffusion.timesteps", "diffusion.grids", "diffusion.v_scale",
+            "diffusion.noise_ratio")
 
 
 def validation_pairs(cfg, dataset):
@@ -119,7 +122,8 @@ def best_by(scores, modes):
     metric = "val_dice" if scores.get("val_dice") is not None else "val_imgsim"
     value = scores.get(metric)
     if scores and "registration" not in modes:
-        metric, value = "-val_ang", -scores["val_ang"]
+        angle = scores["val_ang"]
+        metric, value = "-val_ang", None if angle is None else -angle
     if scores and modes == ["contrastive"]:
         metric, value = "val_retrieval", scores["val_retrieval"]
     return (metric, value) if value is not None and math.isfinite(value) else None

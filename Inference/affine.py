@@ -185,6 +185,9 @@ def _frame(array, affine):
     def in_world(voxel):
         return affine @ [*voxel, *[0] * (3 - dims), 1]
 
+    if np.linalg.eigvalsh(covariance).min() < 1e-3:  # voxels^2
+        raise InputError("the fixed or the moving volume, within its mask, shows something in a single plane only, "
+                         "which cannot be aligned: make the mask thicker, or use --affine none.")
     left, _, right = np.linalg.svd(affine[:3, :3])
     frame = np.eye(4)
     frame[:3, :3] = left @ right

@@ -195,9 +195,9 @@ def _pair_to_register(path, number, entry, labels):
         if label and f"{side}_label" not in entry:
             pair[f"{side}_label"] = label
     name = str(entry.get("name") or f"{volume_id(pair['moving'])}_to_{volume_id(pair['fixed'])}")
-    if "/" in name or name.startswith("."):
-        raise InputError(f"{path}: pair {number}: its folder cannot have the name {name}; leave out slashes and a "
-                         "leading dot.")
+    if "/" in name or name.startswith(".") or not name.isprintable() or name.endswith((".html", ".json", ".csv")):
+        raise InputError(f"{path}: pair {number}: its folder cannot have the name {name}; leave out slashes, line "
+                         "breaks, a leading dot, and .html, .json or .csv at its end.")
     return {"name": name, **pair}
 
 

@@ -147,6 +147,7 @@ def register_all(args):
         number, count = map(int, args.part.split("/"))
         args.home = home = out / PARTS / f"{number}_of_{count}"
         pairs = pairs[number - 1::count]
+    require_apart(out, [args.initial] if args.initial else [])
     make_folder(home)
     beside = []
     if args.part:  # what the whole list or another division has done is kept, but neither may be at work

@@ -156,7 +156,8 @@ def test_what_scores_depend_on_besides_the_network_makes_them_incomparable():
     first = measured_on(cfg, held_out(4))
     assert first == measured_on({**cfg, "optim.lr": 1.0, "run.val_every": 7}, held_out(4)) and len(first) == 16
     changes = [{"run.val_pairs": 3}, {"registration.rounds": 5}, {"registration.symmetric": False},
-               {"registration.similarity": "mind"}, {"run.seed": 9}]
+               {"registration.similarity": "mind"}, {"run.seed": 9}, {"data.img_size": [8, 8, 8]},
+               {"data.spacing_mm": 3.5}, {"diffusion.v_scale": 0.5}]
     others = [measured_on({**cfg, **change}, held_out(4)) for change in changes]
     others += [measured_on(cfg, held_out(5)), measured_on(cfg, held_out(4, labelled=(1, 2)))]
     assert len({first, *others}) == 1 + len(others)
