@@ -163,9 +163,6 @@ def score_all(args):
                     tqdm.write(f"warning: {score['name']}: {sentence}", file=sys.stderr)
     if scores:
         write_scores(Path(args.out), scores, failed)
-    else:  # those of an earlier run would look like the scores of this one
-        for name in ("scores.csv", "scores.json", "scores.html"):
-            (Path(args.out) / name).unlink(missing_ok=True)
     for entry in failed:
         print(f"error: {entry['name']}: {entry['reason']}" if args.pairs else f"error: {entry['reason']}",
               file=sys.stderr)

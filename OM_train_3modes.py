@@ -355,7 +355,7 @@ def run_mode(run, mode, batches, **raised):
     if mode.clip_norm:
         clip_grads_with_norm_(run.net.parameters(), run.cfg[mode.clip_norm], norm)
     norm = optim.whole(norm).item()
-    if finite and not math.isfinite(norm):
+    if not agreed.nonfinite and not math.isfinite(norm):  # else the rank with the loss has told
         watchdog.event("nonfinite", mode=mode.name, terms=means, norm=str(norm))
     terms, moved = dict(zip(means, agreed.terms)), math.isfinite(norm) and not agreed.nonfinite
     if moved:

@@ -678,7 +678,7 @@ def _cells(line):
     line = line.strip()
     if "\t" in line or ";" in line:
         return [cell.strip() for cell in line.split("\t" if "\t" in line else ";")]
-    if "," in line and (" " not in line or re.search(r" ,|, ", line)):  # else the comma is a decimal one
+    if "," in line and (" " not in line or ", " in line or " ," in line):  # else it is a decimal comma
         return [cell.strip() for cell in line.split(",")]
     return line.split()
 

@@ -92,8 +92,8 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
         raise InputError(f"the fixed volume has {fixed.ndim} axes and the moving one {moving.ndim}; give two with "
                          "the same number.")
     dims = fixed.ndim
-    fixed_frame, fixed_middle, fixed_shape = _frame(fixed, fixed_affine)
-    moving_frame, moving_middle, moving_shape = _frame(moving, moving_affine)
+    fixed_frame, fixed_middle, fixed_shape = _frame("fixed", fixed, fixed_affine)
+    moving_frame, moving_middle, moving_shape = _frame("moving", moving, moving_affine)
     frames, shapes = (fixed_frame, moving_frame), (fixed_shape, moving_shape)
     header = _in_plane(np.linalg.inv(moving_frame) @ fixed_frame, dims)
     left, _, right = np.linalg.svd(header[:dims, :dims])
@@ -160,7 +160,7 @@ def _checked(name, array, mask, affine):
     return array * mask, mask, canonical_affine
 
 
-def _frame(array, affine):
+def _frame(name, array, affine):
     """The frame of a volume, 4x4 to the world: the orthogonal matrix closest to its affine, about its centre.
 
     The centre is the foreground's centre of intensity.
@@ -186,8 +186,8 @@ def _frame(array, affine):
         return affine @ [*voxel, *[0] * (3 - dims), 1]
 
     if np.linalg.eigvalsh(covariance).min() < 1e-3:  # voxels^2
-        raise InputError("the fixed or the moving volume, within its mask, shows something in a single plane only, "
-                         "which cannot be aligned: make the mask thicker, or use --affine none.")
+        raise InputError(f"the {name} volume, within its mask, shows something in a single plane only and cannot be "
+                         "aligned: make the mask thicker, or use --affine none.")
     left, _, right = np.linalg.svd(affine[:3, :3])
     frame = np.eye(4)
     frame[:3, :3] = left @ right

@@ -147,7 +147,6 @@ def register_all(args):
         number, count = map(int, args.part.split("/"))
         args.home = home = out / PARTS / f"{number}_of_{count}"
         pairs = pairs[number - 1::count]
-    require_apart(out, [args.initial] if args.initial else [])
     make_folder(home)
     beside = []
     if args.part:  # what the whole list or another division has done is kept, but neither may be at work
@@ -196,7 +195,7 @@ def register_pair(pair, folder, earlier):
     points_mm = [read_points(pair[key]) if key in pair else None for key in ("points", "moving_points")]
     if all(points is not None for points in points_mm):  # unequal numbers are told before the work
         point_scores(*points_mm, pair, None, None)
-    require_apart(folder, [pair[key] for key in TO_REGISTER if key in pair])
+    require_apart(folder, [pair[key] for key in TO_REGISTER if key in pair] + [args.initial] * bool(args.initial))
     disp = Path(args.out) / disp_name(pair, dims) if args.learn2reg else None
     labels = [read_own_label(pair, side, dims, args) for side in ("fixed", "moving")]
     with warnings.catch_warnings():

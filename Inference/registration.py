@@ -343,7 +343,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
     began, similarity = time.perf_counter(), cfg["registration.similarity"]
     compared_by = "correlation" if similarity == "auto" else similarity
     for volume in (fixed, moving):
-        inside = volume.array if volume.mask is None else volume.array[volume.mask > 0]
+        inside = volume.array[:0] if volume.mask is None else volume.array[volume.mask > 0]
         if inside.size and inside.min() == inside.max():
             raise InputError(f"{volume.name}: it has one intensity, {inside.flat[0]:g}, in all voxels of its mask; "
                              "check the mask, which is above 0 where voxels count.")

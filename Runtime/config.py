@@ -110,8 +110,9 @@ def flatten(nested, path):
         raise InputError(f"{path}: a config is a YAML mapping of sections, like Config/config_om.yaml.")
     flat = {}
     for section, values in nested.items():
-        of_section = {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {
-            str(section): values}
+        of_section = {str(section): values}
+        if isinstance(values, dict):
+            of_section = {f"{section}.{key}": value for key, value in values.items()}
         if twice := flat.keys() & of_section:
             raise InputError(f"{path}: {min(twice)} is there twice, dotted and in its section; keep one.")
         flat.update(of_section)

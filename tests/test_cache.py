@@ -749,6 +749,15 @@ def test_names_that_are_not_utf8_are_prepared_and_refused_by_name(tmp_path, caps
     assert b"\nK\xf6nig," in (tmp_path / "cache/refused.csv").read_bytes()
 
 
+def test_a_volume_of_one_intensity_on_the_grid_is_refused(tmp_path, capsys):
+    write_volumes(tmp_path, range(3))
+    bright = np.random.default_rng(0).integers(5000, 6000, (SIDE,) * 3).astype(np.int16)
+    write_raw(tmp_path / "data/imagesTr/v_00001.nii", bright)
+    assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", "--set", "data.window=[0,1000]") == DONE
+    assert "2 volumes (2 with labels), 1 refused" in capsys.readouterr().out
+    assert "v_00001.nii: all of it is one intensity" in (tmp_path / "cache/refused.csv").read_text()
+
+
 def test_no_usable_volume_at_all_is_an_error(tmp_path, capsys):
     for number in range(3):
         write_raw(tmp_path / f"data/v_{number}.nii", np.full((SIDE,) * 3, 7, np.int16))

@@ -218,6 +218,7 @@ def test_the_table_of_keys_says_type_and_limits():
     ("base: config_om.yaml\noptim:\n  lr: 1e-3\nrun:\n  epochs: 3\noptim:\n  average: 0.9\n",
      ["not valid YAML", "line 6: optim appears twice"]),
     ("base: config_om.yaml\nrun:\n  epochs: 3\n  epochs: 4\n", ["line 4: epochs appears twice"]),
+    ("base: config_om.yaml\nrun.epochs: 3\nrun:\n  epochs: 4\n", ["run.epochs is there twice"]),
 ])
 def test_bad_files_are_one_sentence(tmp_path, content, words):
     path = tmp_path / "bad.yaml"

@@ -227,7 +227,8 @@ def test_itk_moves_an_image_of_other_units_by_our_field(tmp_path, unit, mm):
 
 def test_a_table_of_points_may_have_blanks_in_its_cells(tmp_path):
     for content in ("x,y,z,name\n1,2,3,left hip\n4,5,6,right, no\n", "Z (mm),X (mm),Y (mm)\n3,1,2\n6,4,5\n",
-                    "name;x;y;z\nleft hip;1;2;3\na b;4,0;5;6\n"):
+                    "name;x;y;z\nleft hip;1;2;3\na b;4,0;5;6\n",
+                    "1 ,2 ,3\n4 ,5 ,6\n"):
         path = tmp_path / "p.csv"
         path.write_text(content.replace("right, no", "right"))
         assert read_points(path).tolist() == [[1, 2, 3], [4, 5, 6]]

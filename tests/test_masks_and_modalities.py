@@ -230,6 +230,10 @@ def test_a_mask_too_thin_to_count_is_one_sentence():
     thin[:, :, 14] = 1
     with pytest.raises(InputError, match="fixed: no voxel of the grid .* lies wholly in its mask"):
         register(volume, volume, affine=False, refine=1, fixed_mask=thin)
+    with pytest.raises(InputError, match="the fixed volume, within its mask, shows something in a single plane only"):
+        register(volume, volume, refine=1, fixed_mask=thin)
+    with pytest.raises(InputError, match="fixed: it has one intensity, 0, in all voxels of its mask"):
+        register(volume, volume, refine=1, fixed_mask=volume[0] == 0)
 
 
 def test_masks_that_do_not_fit_are_one_sentence():

@@ -506,7 +506,17 @@ def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
     refused(capsys, "a_0001.nii.gz: shape .* is not a displacement field", "--apply", image(place, "a_0001"),
             "--moving", image(place, "a_0001"), "--out", tmp_path / "out")
     refused(capsys, "--apply needs something to move", *field)
-    refused(capsys, "leave out --pairs, --model", *field, "--moving", image(place, "a_0001"), "--refine", 3)
+    for words in (["--refine", 3], ["--refine", 0], ["--start", "centre"], ["--learn2reg"]):
+        refused(capsys, "leave out --pairs, --model", *field, "--moving", image(place, "a_0001"), *words)
+    refused(capsys, "apply inverse_field.nii.gz", *field, "--moving", image(place, "a_0001"), "--inverse")
+
+
+def test_a_start_that_the_result_would_replace_is_refused(place, pair, tmp_path, capsys):
+    shutil.copy(place / "pair/field.nii.gz", tmp_path)
+    kept = (tmp_path / "field.nii.gz").read_bytes()
+    refused(capsys, "field.nii.gz: a result with the same name would overwrite", *pair_words(place), "--model", "none",
+            "--initial", tmp_path / "field.nii.gz", "--out", tmp_path)
+    assert (tmp_path / "field.nii.gz").read_bytes() == kept
 
 
 def test_two_files_that_would_get_one_name_are_refused_and_replace_nothing(place, pair, tmp_path, capsys):

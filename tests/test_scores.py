@@ -122,6 +122,8 @@ def test_label_maps_are_told_from_images_of_few_grey_levels():
     noisy = subject["image"] + np.random.default_rng(0).normal(scale=0.02, size=(20, 20, 20))
     assert not is_segmentation(np.rint(100 * noisy).astype(np.float32)), "an image of a hundred grey levels"
     assert not is_segmentation(subject["image"])
+    on_white = np.pad(np.rint(100 - 100 * np.clip(noisy, 0, 1)), 20, constant_values=100).astype(np.float32)
+    assert not is_segmentation(on_white), "the background is the most frequent number, not the smallest"
 
 
 def test_structures_that_one_map_lacks_are_named():

@@ -169,6 +169,7 @@ def test_what_scores_depend_on_besides_the_network_makes_them_incomparable():
 def test_a_mode_that_is_trained_decides_which_checkpoint_is_the_best(modes, best):
     scores = {"val_ang": -0.2, "val_retrieval": 0.9, "val_dice": 0.7, "val_imgsim": 0.8}
     assert best_by(scores, modes) == best and best_by({}, modes) is None
+    assert best_by(dict.fromkeys(scores), modes) is None, "nothing that validation gave was finite"
 
 
 @pytest.mark.parametrize("value, known", [(0.3, True), (None, False), (float("nan"), False), (float("inf"), False)])
