@@ -21,6 +21,7 @@ from Inference.results import (
     read_results,
     remove_outputs,
     require_apart,
+    require_own,
     source_digests,
     write_results,
 )
@@ -92,6 +93,7 @@ def save(result, folder):
     for side in ("fixed", "moving"):
         volumes.update(zip(CHANNELS[side], volumes[side].channels))
     require_apart(folder, [volume.path for volume in volumes.values() if volume.path])
+    require_own(folder, [folder])
     files = {key: volume.path or folder / f"{key}.nii.gz" for key, volume in volumes.items()}
     own = [row.get(key) for row in read_results(folder)["pairs"].values() for key in files]  # of an earlier save
     taken = next((path for key, path in files.items()

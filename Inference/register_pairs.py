@@ -1,7 +1,9 @@
 """What OM_register.py does with its options: register a pair or a list, or apply a saved field."""
 import contextlib
 import dataclasses
+import itertools
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -34,7 +36,7 @@ from Inference.outputs import disp_name, make_folder, require_own_disps, write_p
 from Inference.pair_figures import means, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, pairs_onto, read_pairs_to_register, require_images
 from Inference.registration import memory_needed, overlap_percent, register_from
-from Inference.results import PARTS, do_all, parts_of, require_apart, write_results
+from Inference.results import PARTS, do_all, listed_files, parts_of, require_apart, require_own, write_results
 from Inference.scores import point_scores
 from Inference.verdict import judge_list
 from Runtime import checkpoint, run_lock
@@ -143,10 +145,12 @@ def register_all(args):
     for suffix in {"h5", "nrrd", "mha"}.intersection(args.also):
         import_sitk(out / f"field.{suffix}")  # a missing package is told before the work
     args.home = home = out
+    tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
+    folders = [folder for _, folder in tasks]
     if args.part:
         number, count = map(int, args.part.split("/"))
         args.home = home = out / PARTS / f"{number}_of_{count}"
-        pairs = pairs[number - 1::count]
+        pairs, tasks = pairs[number - 1::count], tasks[number - 1::count]
     make_folder(home)
     beside = []
     if args.part:  # what the whole list or another division has done is kept, but neither may be at work
@@ -156,9 +160,9 @@ def register_all(args):
     with contextlib.ExitStack() as locks:
         for each in (home, *parts_of(home)):
             locks.enter_context(run_lock.held_results(each))
+        require_own(out, folders)
         (home / "report.html").unlink(missing_ok=True)
         print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
-        tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
         WORKER.update(args=args, model=model, cfg=cfg)
         rows, failed = do_all(home, tasks, register_pair, settings, args.workers, again=args.again,
                               resumes=is_list(args), begin=begin_worker, arguments=(args,), beside=beside)
@@ -238,8 +242,6 @@ def read_own_label(pair, side, dims, args):
 def apply_saved(args):
     """Apply a saved field to images, labels and landmarks; returns the exit code."""
     dims, out = args.dims or 3, Path(args.out)
-    given = (args.apply, args.fixed, args.points, *args.moving, *args.moving_label)
-    require_apart(out, [path for path in given if path])
     field, affine = read_any_field(args.apply, dims)
     header = nibabel.Nifti1Header()
     if args.fixed:
@@ -256,14 +258,19 @@ def apply_saved(args):
                 print(f"warning: {doubt}", file=sys.stderr)
             name = f"{word}_{volume_id(Path(path))}" if len(paths) > 1 else word
             moved.append((out / f"{name}.nii.gz", path, *read(path, dims), mode))
-    names = [target.name for target, *_ in moved]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    targets = [target for target, *_ in moved] + [out / "points.csv"] * bool(args.points)
+    if twice := next((target.name for target in targets if targets.count(target) > 1), None):
         raise InputError(f"{twice}: two of the files would get this name; apply the field to one at a time, each with "
                          "an --out of its own.")
+    inputs = filter(None, (args.apply, args.fixed, args.points, *args.moving, *args.moving_label))
+    wanted = [*inputs, *(path for home in (out, out.parent) for path in listed_files(home))]
+    for target, path in itertools.product(targets, wanted):
+        if target.exists() and os.path.exists(path) and target.samefile(path):
+            raise InputError(f"{path}: a result with the same name would overwrite this file; choose another --out.")
     describe_field(args.apply, field, affine, [entry[1:4] for entry in moved])
     make_folder(out)
     with run_lock.held_results(out):
-        for target in [target for target, *_ in moved] + [out / "points.csv"] * bool(args.points):
+        for target in targets:
             target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label
         for target, path, array, own_affine, mode in moved:
             write_warped(target, carry(array, own_affine, field, affine, mode), path, affine, header)

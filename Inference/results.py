@@ -6,6 +6,7 @@ of a pair are removed before the first new one is written, so that a new image n
 """
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -42,6 +43,30 @@ def require_apart(folder, inputs):
     for path in map(Path, inputs):
         if path.resolve().parent == folder.resolve() and re.match(RESERVED, path.name, re.I):
             raise InputError(f"{path}: a result with the same name would overwrite this input; choose another --out.")
+
+
+def require_own(out, folders=(), program=None):
+    """Raise InputError if results in `out` would take the place of files or results that are not theirs.
+
+    folders: Paths of the entries of the whole list. Their files of OUTPUTS would be replaced, and results in other
+    folders would be dropped; (): only those of another program matter. program: as in the settings; None: a
+    registration.
+    """
+    pages = [out / name for name in ("results.json", "results.csv", "report.html")]
+    there = [path for path in (*pages, *itertools.chain.from_iterable(map(output_files, folders))) if path.exists()]
+    # Read after the files were seen: a part of the list that has begun meanwhile has its results before its files.
+    homes = [(home, read_results(home)) for home in (out, *parts_of(out))]
+    if there and not any(earlier["version"] for _, earlier in homes):
+        raise InputError(f"{there[0]}: it is not of an earlier run into {out}, and a result would replace it; choose "
+                         "another --out.")
+    for home, earlier in homes:
+        kept = {name: os.path.abspath(row["folder"]) for name, row in earlier["pairs"].items()}
+        if kept and (earlier["settings"] or {}).get("program") != program:
+            raise InputError(f"{home}: it has results of another program, which would be lost; name another --out.")
+        others = [(name, folder) for name, folder in kept.items() if folder not in map(os.path.abspath, folders)]
+        if lost := [(name, folder) for name, folder in others if folders and os.path.isdir(folder)]:
+            raise InputError("{}: it has results of {} other pairs, such as {}, which would be dropped; choose another "
+                             "--out, or remove folders such as {}.".format(home, len(lost), *lost[0]))
 
 
 def write_results(out, rows, failed, settings, complete):
@@ -83,6 +108,12 @@ def read_results(out):
                 "failed": content.get("failed", []), "complete": content.get("complete", False)}
     except (OSError, ValueError, LookupError, TypeError):
         return {"version": None, "settings": None, "pairs": {}, "failed": [], "complete": False}
+
+
+def listed_files(out):
+    """Paths of the files that the rows of the results in `out`, or of its parts, list as written."""
+    return [home / name for home in (out, *parts_of(out)) for row in read_results(home)["pairs"].values()
+            for name in row.get("files", {})]
 
 
 def parts_of(out):

@@ -19,7 +19,7 @@ from Dataloader.datalist import (
 from Dataloader.nifti import SUFFIXES, ends_in
 from Inference.outputs import make_folder, scores_of
 from Inference.registration import register
-from Inference.results import file_digests, read_results, source_digests, write_results
+from Inference.results import file_digests, require_own, source_digests, write_results
 from Report.page import cards_html, findings_html, write_page
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
@@ -77,14 +77,12 @@ def finished_row(row, entry, out, paths):
 def locked(path, program):
     """Make a folder of results and hold its lock. Yields: its Path.
 
-    Raises InputError if it has results of another program: they would be dropped.
+    Raises InputError if it has files of the user's or results of another program: they would be dropped.
     """
     path = Path(path)
     make_folder(path)
     with run_lock.held_results(path):
-        earlier = read_results(path)
-        if earlier["pairs"] and (earlier["settings"] or {}).get("program") != program:
-            raise InputError(f"{path}: it has results of another program, which would be lost; name another --out.")
+        require_own(path, program=program)
         yield path
 
 

@@ -39,7 +39,8 @@ def write_results(place, count, size=SIZE):
              "similarity": 0.8 + 0.0001 * number, "dice": 0.8, "warnings": []} for number in range(count)]
     rows[-1]["similarity"] = 0.5
     failed = [{"name": "lost", "reason": "lost.nii.gz: no such file; check the path."}]
-    (place / "reg/results.json").write_text(json.dumps({"pairs": rows, "failed": failed, "complete": True}))
+    (place / "reg/results.json").write_text(json.dumps({"version": "0.0.1", "pairs": rows, "failed": failed,
+                                                         "complete": True}))
 
 
 def change_rows(folder, change):

@@ -514,8 +514,8 @@ def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
 def test_a_start_that_the_result_would_replace_is_refused(place, pair, tmp_path, capsys):
     shutil.copy(place / "pair/field.nii.gz", tmp_path)
     kept = (tmp_path / "field.nii.gz").read_bytes()
-    refused(capsys, "field.nii.gz: a result with the same name would overwrite", *pair_words(place), "--model", "none",
-            "--initial", tmp_path / "field.nii.gz", "--out", tmp_path)
+    refused(capsys, "field.nii.gz: it is not of an earlier run", *pair_words(place), "--model", "none", "--initial",
+            tmp_path / "field.nii.gz", "--out", tmp_path)
     assert (tmp_path / "field.nii.gz").read_bytes() == kept
 
 
@@ -567,10 +567,39 @@ def test_results_never_take_the_place_of_what_is_read(place, tmp_path, capsys):
     shutil.copy(place / "points.csv", tmp_path / "points.csv")
     shutil.copy(image(place, "b_0002"), tmp_path / "warped.nii.gz")
     words = ["--fixed", image(place, "a_0001"), *network(place), "--out", tmp_path, "--device", "cpu"]
-    refused(capsys, "points.csv: a result with the same name would overwrite this input", *words, "--moving",
-            image(place, "b_0002"), "--points", tmp_path / "points.csv")
-    refused(capsys, "warped.nii.gz: a result", *words, "--moving", tmp_path / "warped.nii.gz")
-    assert (tmp_path / "points.csv").read_text() == POINTS and not (tmp_path / "field.nii.gz").exists()
+    for moving in (image(place, "b_0002"), tmp_path / "warped.nii.gz"):
+        refused(capsys, "warped.nii.gz: it is not of an earlier run", *words, "--moving", moving)
+    (tmp_path / "warped.nii.gz").unlink()
+    refused(capsys, "points.csv: it is not of an earlier run", *words, "--moving", image(place, "b_0002"))
+    (tmp_path / "points.csv").unlink()
+    assert run(*words, "--moving", image(place, "b_0002")) == 0
+    again = (*words, "--moving", tmp_path / "warped.nii.gz")
+    refused(capsys, "warped.nii.gz: a result with the same name would overwrite this input", *again)
+    assert run(*words, "--moving", image(place, "c_0003")) == 0, "a single pair takes the place of another"
+
+
+def test_results_never_take_the_place_of_others(place, pair, tmp_path, capsys):
+    """A later list drops no results of pairs that it does not name, and an applied field replaces none."""
+    out = tmp_path / "out"
+    assert OM_register.main(listed(place, tmp_path)) == 0
+    kept = (out / "results.json").read_bytes()
+    names = [row["name"] for row in json.loads(kept)["pairs"]]
+    words = [*network(place), "--device", "cpu", "--out"]
+    refused(capsys, f"it has results of {len(names)} other pairs, such as {names[0]}", *pair_words(place), *words, out)
+    refused(capsys, "other pairs", "--fixed", image(place, "c_0003"), "--moving",
+            image(place, "a_0001"), image(place, "b_0002"), *words, out)
+    refused(capsys, "it is a folder of images", "--fixed", image(place, "c_0003"), "--moving", out, *words, out)
+    field = out / names[0] / "field.nii.gz"
+    refused(capsys, "warped.nii.gz: a result with the same name would overwrite", "--apply", field, "--moving",
+            image(place, "b_0002"), "--out", field.parent)
+    assert (out / "results.json").read_bytes() == kept
+    assert run("--apply", field, "--points", place / "points.csv", "--out", field.parent) == 0
+    assert (field.parent / "points.csv").is_file()
+    words = listed(place, tmp_path)
+    (tmp_path / "pairs.json").write_text(json.dumps(json.loads((tmp_path / "pairs.json").read_text())[:1]))
+    refused(capsys, f"or remove folders such as {out / names[1]}", *words)
+    shutil.rmtree(out / names[1])
+    assert OM_register.main(words) == 0 and list(read_results(out)["pairs"]) == names[:1]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
