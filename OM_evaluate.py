@@ -47,9 +47,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--field", help="deformation field on the fixed grid")
     parser.add_argument("--warped-label", help="label image that is already warped, on the fixed grid, instead of "
                         "--field or in addition to it")
-    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how moving labels are warped: smooth "
+    parser.add_argument("--labels", choices=LABELS, help="how moving labels are warped: smooth "
                         "(each one slightly smoothed and sampled linearly, the largest wins) or nearest, the label of "
-                        "the nearest voxel (%(default)s)")
+                        "the nearest voxel (as in results.json, else smooth)")
     parser.add_argument("--fixed-points", help="CSV of landmarks of the fixed volume: x,y,z in mm, RAS")
     parser.add_argument("--moving-points", help="the same landmarks in the moving volume")
     parser.add_argument("--dims", type=int, choices=(2, 3), help="number of axes of the volumes (as in results.json, "
@@ -63,23 +63,24 @@ def asked_pairs(args):
     files = {key: getattr(args, key) for key in TO_SCORE if getattr(args, key)}
     if bool(args.pairs) == bool(files):
         raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
-    for one, other in NEEDS.items():
-        if one in files and other not in files:
-            alone, lacking = (f"--{name.replace('_', '-')}" for name in (one, other))
-            raise InputError(f"{alone} scores nothing alone: add {lacking}, or leave it out.")
     if not args.pairs:
         return [{"name": "pair", **files}], args.dims or 3
     pairs, dims = read_pairs_to_score(args.pairs)
     return pairs, args.dims or dims or 3
 
 
-def score_pair(pair, dims=3, carried="smooth"):
+def score_pair(pair, dims=3, carried=None):
     """All scores of one pair.
 
-    pair: dict with name and any keys of TO_SCORE. dims: 2 or 3. carried: how labels are warped, see --labels.
+    pair: dict with name and any keys of TO_SCORE. dims: 2 or 3. carried: how labels are warped, one of LABELS; None: as
+    the registration did, else smooth.
     Returns: dict of name, "labels" ({label: scores}) and the means of COLUMNS that the files allow.
     Raises InputError, naming the file, for files that do not fit together and for a field changed since it was written.
     """
+    for one, other in () if "written" in pair else NEEDS.items():  # a registration warps labels without scoring them
+        if one in pair and other not in pair:
+            raise InputError(f"{one} scores nothing alone: add {other}, or leave it out.")
+    carried = carried or pair.get("carried", "smooth")
     if "written" in pair:
         folder, digests = pair["written"]
         problem = damage(digests, folder)

@@ -124,6 +124,8 @@ def check_arguments(args):
         if not several and len(args.moving_label) > 1:
             raise InputError("--moving-label names several files for one moving volume; give the one that belongs to "
                              "it.")
+        if args.fixed_label and not several and not args.moving_label:
+            raise InputError("--fixed-label scores nothing alone: add --moving-label, or leave it out.")
         if args.initial and (several or args.start != "auto"):
             raise InputError("--initial sets the start of one pair: leave out --pairs and --start.")
         args.affine = args.affine or ("none" if args.initial else "affine")

@@ -197,6 +197,9 @@ def register_pair(pair, folder, earlier):
     args, model, cfg = WORKER["args"], WORKER["model"], WORKER["cfg"]
     dims, out = cfg["model.dims"], args.home
     points_mm = [read_points(pair[key]) if key in pair else None for key in ("points", "moving_points")]
+    if "moving_points" in pair and "points" not in pair:
+        raise InputError(f"{pair['moving_points']}: landmarks of the moving volume score nothing alone; give those of "
+                         "the fixed volume too (points).")
     if all(points is not None for points in points_mm):  # unequal numbers are told before the work
         point_scores(*points_mm, pair, None, None)
     require_apart(folder, [pair[key] for key in TO_REGISTER if key in pair] + [args.initial] * bool(args.initial))

@@ -262,7 +262,7 @@ def test_labels_of_another_size_and_landmarks_are_registered_drawn_and_scored(da
     assert OM_register.main([str(word) for word in (*words, *FAST) if word != "--no-picture"]) == 0
     assert {"picture.png", "report.html"} <= {path.name for path in (tmp_path / "out").iterdir()}
     row, = results(tmp_path / "out")["pairs"]
-    assert OM_evaluate.main(["--pairs", str(tmp_path / "out/results.json"), "--labels", "nearest", "--out",
+    assert OM_evaluate.main(["--pairs", str(tmp_path / "out/results.json"), "--out",
                              str(tmp_path / "scores")]) == 0
     score, = json.loads((tmp_path / "scores/scores.json").read_text())["pairs"]
     for key in ("dice_before", "tre_before_mm", "tre_mm"):

@@ -497,6 +497,10 @@ def test_labels_that_do_not_belong_to_their_image(place, tmp_path, capsys):
     refused(capsys, "far.nii.gz: the label lies outside its image .*b_0002.nii.gz", *words, tmp_path / "far.nii.gz")
     write_volume(tmp_path / "half.nii.gz", np.asarray(label.dataobj) * 0.5, label.affine)
     refused(capsys, "half.nii.gz: .* label voxels are not whole", *words, tmp_path / "half.nii.gz")
+    write_volume(tmp_path / "empty.nii.gz", np.zeros(nibabel.load(image(place, "a_0001")).shape, np.uint8),
+                 nibabel.load(image(place, "a_0001")).affine)
+    assert run(*words, image(place, "b_0002", "labels"), "--fixed-label", tmp_path / "empty.nii.gz") == 0
+    assert "empty.nii.gz: it has no label above 0, so no labels are scored" in capsys.readouterr().err
 
 
 def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
@@ -538,6 +542,9 @@ def test_what_ends_a_registration_after_it_is_told_before(place, tmp_path, capsy
     (tmp_path / "one.csv").write_text("1,2,3\n")
     refused(capsys, "points.csv has 2 landmarks and .*one.csv has 1", *words, "--points", place / "points.csv",
             "--moving-points", tmp_path / "one.csv")
+    refused(capsys, "one.csv: landmarks of the moving volume score nothing alone", *words, "--moving-points",
+            tmp_path / "one.csv")
+    refused(capsys, "--fixed-label scores nothing alone", *words, "--fixed-label", image(place, "a_0001", "labels"))
     monkeypatch.setitem(sys.modules, "SimpleITK", None)
     for word in ("h5", "nrrd", "mha"):
         refused(capsys, f"[.]{word} files need SimpleITK: pip install", *words, "--also", "mat", word)
