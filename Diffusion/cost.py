@@ -10,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from Dataloader.dataset import labels_in, read_datasets
+from Dataloader.dataset import ALONE, find_labels, read_datasets
+from Dataloader.identity import agree_on_labels
 from Dataloader.sampler import epoch_pair_count, steps_left
 from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
@@ -108,9 +109,9 @@ def training_volumes(cfg, inputs):
     """Number of training volumes: counted in the cache, else in the files, else data.expect_samples.
 
     inputs: what the modes of the training take, as in `steps_left`.
-    Returns: number of volumes; listed pairs or None; the source of the number, as text; how many labels loss.dice would
-    compare, counted in the first labelled volume, else 1.
-    Raises InputError for data that exist but are refused, such as ids that select nothing.
+    Returns: number of volumes; listed pairs or None; the source of the number, as text; how many labels loss.dice
+    compares, else 1.
+    Raises InputError for data that exist but are refused, such as ids that select nothing, and for refused labels.
     """
     why, refused = "", None
     for place, source_cfg in ((cfg["data.cache"], cfg), (cfg["data.root"], {**cfg, "data.cache": ""})):
@@ -118,9 +119,8 @@ def training_volumes(cfg, inputs):
             try:
                 dataset, _, listed = read_datasets(source_cfg, headers_only=True, inputs=inputs)
                 labels = 1
-                if cfg["loss.dice"]:
-                    first = next(number for number, item in enumerate(dataset.items) if item["label"])
-                    labels = max(len(labels_in(dataset, [first], source_cfg)), 1)
+                if cfg["loss.dice"] and "pairs" in inputs:
+                    labels = len(agree_on_labels(ALONE, find_labels(dataset, ALONE, source_cfg), cfg))
                 return len(dataset), listed, place + why, labels
             except InputError as error:
                 why = f", since {error}"

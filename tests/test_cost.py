@@ -87,6 +87,14 @@ def test_data_that_no_mode_uses_refuse_no_dry_run(tmp_path):
         training_volumes(cfg, ["volumes", "pairs"])
 
 
+def test_labels_that_training_refuses_refuse_the_dry_run(tmp_path, capsys):
+    make_data(tmp_path, size=8)
+    for changes, reason in (({"registration__labels": "77"}, "hold no label but the background among"),
+                            ({"loss__segment": 1, "model__structures": 9}, "model.structures is 9, but")):
+        assert om.main(arguments(tmp_path, "--dry-run", loss__dice=0.1, **changes)) == 43
+        assert reason in capsys.readouterr().err
+
+
 def test_a_step_is_tried_on_a_grid_of_this_machine_and_grows_with_the_voxels():
     shapes = []
 
