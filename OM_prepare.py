@@ -283,6 +283,7 @@ def run(folder, cfg, args):
         return check(folder, cfg)
     if args.export:
         return export(folder, cfg, *args.export)
+    cache.require_ours(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock.held_results(folder, "name another data.cache"))

@@ -177,6 +177,9 @@ def write_group(folder, number, items, cfg, done=lambda: None):
                 arrays[kind].append(prepared[kind])
         except InputError as error:
             refused.append({**line, "reason": str(error)})
+        except MemoryError as error:
+            refused.append({**line, "reason": f"{item['image']}: too large for the free memory ({error}); run the same "
+                            "command again with fewer --workers, or on a machine with more memory."})
         done()
     files, empty = {}, np.zeros(cfg["data.img_size"], np.int16)  # for a label or mask that a volume lacks
     for kind in KINDS:
@@ -309,6 +312,18 @@ def own_files(folder):
     return {name for name in os.listdir(folder) if OURS.fullmatch(name)}
 
 
+def require_ours(folder):
+    """Raises InputError for a folder with files of a cache's names, none of which proves that OM_prepare.py wrote them.
+
+    A cache that was begun has its plan, a record or its manifest, each with its checksum, or else .readers.
+    """
+    names = sorted(name for name in own_files(folder) if not OURS.fullmatch(name)[2]) if folder.is_dir() else []
+    proofs = (folder / "manifest.json", folder / "plan.json", *record_paths(folder))
+    if names and not (folder / ".readers").is_file() and not any(map(read_json, proofs)):
+        raise InputError(f"data.cache {folder}: OM_prepare.py did not write its {some(names)}, and would replace them; "
+                         "name another data.cache, or move these files away.")
+
+
 def some(names, most=5):
     """The first names of a list and how many more there are, as text."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -435,8 +450,8 @@ def hold(folder, show):
     show: print a warning if the file system has no locks. Returns: the open lock file; None if there is no cache or no
     lock. Raises InputError if OM_prepare.py keeps the cache locked for more than PATIENCE_S seconds.
     """
-    if not (Path(folder) / "manifest.json").is_file():
-        return None
+    if not read_json(Path(folder) / "manifest.json"):
+        return None  # and leave no .readers in a folder that is no cache, see `require_ours`
     ends = time.monotonic() + PATIENCE_S
     readers = open_readers(folder)
     if readers is None:

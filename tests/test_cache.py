@@ -20,7 +20,7 @@ import torch
 
 import OM_prepare
 from Dataloader import cache, staging
-from Dataloader.datalist import read_datalist
+from Dataloader.datalist import list_volumes, read_datalist
 from Dataloader.dataset import as_float, epoch_batches, read_datasets
 from Dataloader.prepare import on_grid
 from Dataloader.synthetic import write_dataset
@@ -193,6 +193,25 @@ def flip(path, at=-5, bit=0):
     data = bytearray(path.read_bytes())
     data[at] ^= 1 << bit
     path.write_bytes(data)
+
+
+def test_files_of_a_folder_that_is_no_cache_are_left_alone(tmp_path, capsys):
+    write_volumes(tmp_path, range(3))
+    for name in ("manifest.json", "refused.csv", "images_00000.npy", "plan.json"):
+        place = tmp_path / f"own {name}"
+        place.mkdir()
+        (place / name).write_text('{"my": "own"}')
+        with pytest.raises(InputError):
+            read_datasets(cached(tmp_path, place))  # a training that comes first makes it no cache
+        for more in ((), ("--fresh",), ("--repair",)):
+            assert run_here(tmp_path, place, "--workers", "1", *more) == STOP
+            assert f"OM_prepare.py did not write its {name}, and would replace" in one_sentence(capsys.readouterr().err)
+        assert [path.name for path in place.iterdir()] == [name] and (place / name).read_text() == '{"my": "own"}'
+    (place / "plan.json").rename(place / ".plan.json.tmp-1")  # as a kill leaves it
+    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    for path in place.glob("*.json"):
+        path.write_text("damaged")
+    assert run_here(tmp_path, place, "--repair", "--workers", "1") == DONE
 
 
 @pytest.fixture(scope="module")
@@ -747,6 +766,25 @@ def test_names_that_are_not_utf8_are_prepared_and_refused_by_name(tmp_path, caps
     assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", page=True) == DONE
     assert "2 volumes (2 with labels), 1 refused" in capsys.readouterr().out
     assert b"\nK\xf6nig," in (tmp_path / "cache/refused.csv").read_bytes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_volume_too_large_for_the_memory_is_refused_by_name(tmp_path):
+    write_volumes(tmp_path, range(2))
+    large = tmp_path / "data/imagesTr/v_00001.nii"
+    image = nibabel.Nifti1Image(np.zeros((2, 2, 2), np.uint8), np.eye(4))
+    image.header["dim"][1:4], image.header["vox_offset"] = 700, 352
+    large.write_bytes(image.header.binaryblock)
+    os.truncate(large, 352 + 700 ** 3)  # sparse; as float32 it takes four times as much
+    (tmp_path / "cache").mkdir()
+    used, limits = int(Path("/proc/self/statm").read_text().split()[0]), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used * resource.getpagesize() + 2 ** 30, limits[1]))
+    try:
+        record = cache.write_group(tmp_path / "cache", 0, list_volumes(tmp_path / "data"), config(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert [line["id"] for line in record["volumes"]] == ["v_00000"]
+    assert f"{large}: too large for the free memory (" in record["refused"][0]["reason"]
 
 
 def test_a_volume_of_one_intensity_on_the_grid_is_refused(tmp_path, capsys):
