@@ -27,8 +27,9 @@ NO_DATA = {"derivatives", "sourcedata"}  # BIDS folders of results and raw data,
 # Files at the top of the results of OM_register.py, OM_study.py and OM_augment.py; what lies below are no scans.
 OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"})
 # A segmentation is named after its image, or in BIDS after its subject and session, followed by one of these words.
-SEGMENTATION = re.compile(r"(.+?)[_-](d?seg|aseg|segmentation|labels?|labelmap|(?:brain)?mask)", re.I)
-ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that the image lacks
+SEGMENTATION = re.compile(r"(.+?)[_-](d?seg|aseg|segmentation|labels?|labelmap|(?:brain)?mask|probseg)", re.I)
+ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
+GRID = re.compile(r"_((?:space|res)-[A-Za-z0-9]+)")  # of them, those that must be the same
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and channel
 MOST_CHANNELS = 5
@@ -607,13 +608,20 @@ def label_beside(image, listings=None):
     """The segmentation that lies beside an image and is named after it, or None. listings: Listings, or None.
 
     sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg; case_0000 has case_seg. Of several, it prefers
-    a file that is not a mask, then the one with most of the image's name, then the first in alphabetical order.
+    a file that is not a mask, then the one with most of the image's name, then the one with the same BIDS entities,
+    then the first in alphabetical order. Space and resolution must be the same; space-orig and, for a T1w, space-T1w
+    count as none.
     """
-    image, stem = Path(image), _stem(image)
-    wanted = (stem, volume_id(image), stem.rpartition("_")[0] if bids_subject(stem) else stem)
+    image, full = Path(image), _stem(image)
+    stem = ENTITIES.sub("", full)
+    wanted = (stem, volume_id(stem), stem.rpartition("_")[0] if bids_subject(stem) else stem)
+    own = {"space-orig", f"space-{stem.rpartition('_')[2]}"}
+    grid, entities = set(GRID.findall(full)) - own, set(ENTITIES.findall(full))
     named = (Listings() if listings is None else listings).segmentations(image.parent)
-    found = [(is_mask, wanted.index(word), name) for word in set(wanted) for is_mask, name in named.get(word, ())]
-    return image.parent / min(found)[2] if found else None
+    found = [(is_mask, wanted.index(word), set(ENTITIES.findall(name)) != entities, name)
+             for word in set(wanted) for is_mask, name in named.get(word, ())
+             if set(GRID.findall(name)) - own == grid]
+    return image.parent / min(found)[-1] if found else None
 
 
 def _above_pattern(root):
@@ -688,7 +696,7 @@ class Listings(dict):
             self.named[folder] = found = {}
             for name in self[folder] or ():
                 match = SEGMENTATION.fullmatch(_stem(name)) if ends_in(name, SUFFIXES) and name[0] != "." else None
-                if match:
+                if match and match[2].lower() != "probseg":  # shares of one tissue, neither image nor label map
                     entry = (match[2].lower().endswith("mask"), name)
                     found.setdefault(ENTITIES.sub("", match[1]), []).append(entry)
         return self.named[folder]

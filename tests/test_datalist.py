@@ -542,6 +542,24 @@ def test_segmentations_beside_their_images_are_labels_and_no_images(tmp_path):
                      "case_7.nii.gz": "case_7_Label.nii.gz", "brain_0000.nii.gz": None, "alone_9.nii.gz": None}
 
 
+def test_a_segmentation_belongs_to_the_image_of_its_space(tmp_path):
+    """Names of fMRIPrep: its label maps of the template once went to the images of the subject."""
+    make(tmp_path, "sub-01_desc-preproc_T1w.nii.gz sub-01_desc-brain_mask.nii.gz sub-01_dseg.nii.gz "
+         "sub-01_label-GM_probseg.nii.gz sub-01_space-MNI_res-2_desc-preproc_T1w.nii.gz "
+         "sub-01_space-MNI_res-2_dseg.nii.gz sub-01_space-MNI_res-2_desc-brain_mask.nii.gz "
+         "sub-01_space-MNI_res-2_label-GM_probseg.nii.gz sub-02_T1w.nii.gz sub-02_space-MNI_dseg.nii.gz "
+         "sub-02_label-WM_probseg.nii.gz sub-02_T2w.nii.gz sub-02_space-T2w_dseg.nii.gz "
+         "sub-03_space-MNI_T1w.nii.gz sub-03_dseg.nii.gz sub-04_T1w.nii.gz sub-04_space-orig_dseg.nii.gz "
+         "sub-05_space-MNI_res-1_T1w.nii.gz sub-05_space-MNI_res-2_dseg.nii.gz sub-06_desc-b_T1w.nii.gz "
+         "sub-06_desc-a_dseg.nii.gz sub-06_desc-b_dseg.nii.gz")
+    found = {item["id"]: item["label"] and item["label"].name for item in read_datalist(tmp_path)}
+    assert found == {"sub-01_desc-preproc_T1w": "sub-01_dseg.nii.gz", "sub-02_T1w": None,
+                     "sub-01_space-MNI_res-2_desc-preproc_T1w": "sub-01_space-MNI_res-2_dseg.nii.gz",
+                     "sub-02_T2w": "sub-02_space-T2w_dseg.nii.gz", "sub-03_space-MNI_T1w": None,
+                     "sub-04_T1w": "sub-04_space-orig_dseg.nii.gz", "sub-05_space-MNI_res-1_T1w": None,
+                     "sub-06_desc-b_T1w": "sub-06_desc-b_dseg.nii.gz"}
+
+
 def test_a_bids_root_from_datalad_has_each_image_once(tmp_path):
     for folder in ("sub-01/anat", "derivatives/fs/sub-01/anat", "sourcedata/sub-01", ".git/annex/objects/x"):
         write(tmp_path / folder / "sub-01_T1w.nii.gz")
