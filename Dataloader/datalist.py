@@ -583,9 +583,9 @@ def _volumes_under(base):
         if folder != str(base) and any(names_of <= set(names) for names_of in OWN_RESULTS):
             inner.clear()
             continue
-        if is_series(folder):  # the folder is the volume
+        if is_series(folder):  # the folder is a volume, its slices are none, and others may lie beside them
             paths.append(Path(folder))
-            continue
+            names = [name for name in names if not ends_in(name, ".dcm")]
         tops += [os.path.join(folder, name) for name in inner if os.path.islink(os.path.join(folder, name))]
         there = Listings()[Path(folder)] or ()
         volumes = [name for name in sorted(names) if ends_in(name, SUFFIXES) and not name.startswith(".")]

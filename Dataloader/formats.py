@@ -20,6 +20,7 @@ from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 
 READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
+OTHERS = (".nii", ".gz", ".mgh", ".mgz", *READ[:-1])  # of volumes that are not DICOM
 LEAST_STEP_MM = 1e-3  # between slices
 UNEVEN = 0.02  # most by which a step between slices may differ from the mean step, as a fraction of it
 WRITTEN = (".nrrd", ".mha")  # the others keep their voxels in a second file
@@ -35,15 +36,18 @@ def is_itk(path):
 
 
 def is_series(path):
-    """Whether a path is a folder whose first file is DICOM, whatever its suffix."""
+    """Whether a path is a folder whose first volume is DICOM, whatever its suffix. Notes may come before it."""
     if not os.path.isdir(path):
         return False
     with contextlib.suppress(OSError):  # the reader reports unreadable files
         names = [item.name for item in os.scandir(path) if item.is_file()]
-        names = [name for name in names if not name.startswith((".", "DICOMDIR"))]
-        if names:
-            with open(os.path.join(path, min(names)), "rb") as file:
-                return file.read(132)[128:] == b"DICM"
+        names = sorted((name for name in names if not name.startswith((".", "DICOMDIR"))), reverse=True)
+        # One file of each suffix is opened, because a folder may hold thousands.
+        for name in sorted({Path(name).suffix.lower() or name: name for name in names}.values()):
+            with open(os.path.join(path, name), "rb") as file:
+                dicom = file.read(132)[128:] == b"DICM"
+            if dicom or Path(name).suffix.lower() in OTHERS:
+                return dicom
     return False
 
 

@@ -11,8 +11,8 @@ from pydicom.uid import CTImageStorage, EnhancedCTImageStorage, ExplicitVRLittle
 import OM_augment
 import OM_register
 from Dataloader.datalist import list_volumes, read_datalist
-from Dataloader.formats import digest, size_and_time
-from Dataloader.nifti import read_header, read_volume
+from Dataloader.formats import digest, is_series, size_and_time
+from Dataloader.nifti import read_header, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Runtime.errors import InputError
 from tests.test_om_augment import WORDS
@@ -111,6 +111,19 @@ def test_folders_of_a_study_are_its_volumes(tmp_path, volume):
     items = list_volumes(tmp_path)
     assert [(item["id"], item["image"]) for item in items] == [
         ("ses-1", tmp_path / "sub-02/ses-1"), ("sub-01", tmp_path / "sub-01")]
+
+
+def test_other_files_beside_slices_hide_no_volume(tmp_path, volume):
+    folder = write_series(tmp_path / "scan", volume)
+    (folder / "A note").write_text("first of the folder")
+    (folder / "a note.txt").write_text("and of its suffix")
+    write_volume(folder / "z_seg.nii.gz", volume, np.eye(4))
+    assert [item["image"] for item in list_volumes(tmp_path)] == [folder]
+    assert np.array_equal(read_volume(folder)[0], volume)
+    write_volume(folder / "z.nii.gz", volume, np.eye(4))
+    assert [item["image"] for item in list_volumes(tmp_path)] == [folder / "z.nii.gz"], "NIfTI comes first"
+    (folder / "z.nii.gz").rename(folder / "A.nii.gz")
+    assert not is_series(folder), "a folder of volumes with slices among them"
 
 
 def test_a_list_may_name_folders_of_slices(tmp_path, volume):
