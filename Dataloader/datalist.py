@@ -31,7 +31,7 @@ SEGMENTATION = re.compile(r"(.+?)[_-](d?seg|aseg|segmentation|labels?|labelmap|(
 ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
 GRID = re.compile(r"_((?:space|res)-[A-Za-z0-9]+)")  # of them, those that must be the same
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
-NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and channel
+NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and channel, from 0
 MOST_CHANNELS = 5
 FURTHER = tuple(f"image_{number}" for number in range(2, MOST_CHANNELS + 1))  # columns of further channels
 BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # starts a name: sub-01_ses-02_T1w belongs to subject sub-01
@@ -75,7 +75,9 @@ def list_volumes(root, pattern="", channels=1, as_listed=False):
         raise InputError(f"{root}: found no .nii, .nii.gz or other volume; check the folder.")
     if channels > 1 and not any("channels" in item for item in items):
         matches = [NUMBERED.fullmatch(_stem(item["image"])) for item in items]
-        items = group_channels(items) if all(matches) and len({match[2] for match in matches}) > 1 else items
+        numbers = {int(match[2]) for match in matches} if all(matches) else set()
+        # Other numbers, such as 0001 to 0100, are those of volumes, each with all of its channels.
+        items = group_channels(items) if 0 in numbers and 0 < max(numbers) < MOST_CHANNELS else items
     for item in items:
         found = 1 + len(item.get("channels", []))
         if found > 1 and found != channels:  # one file may hold all channels
@@ -118,7 +120,7 @@ def group_channels(items):
         first, *others = (channels[number] for number in sorted(channels))
         if sorted(channels) != list(range(most)):
             raise InputError(f"{first['image']}: the case {case} has the channels {sorted(channels)}, others have "
-                             f"{most}; add what is missing, or leave it out by the ids.")
+                             f"{most}; add what is missing, or remove the case from the data set.")
         maps = {kind: next((item[kind] for item in channels.values() if item[kind]), None)
                 for kind in ("label", "mask")}
         grouped.append({**first, **maps, "id": case, "channels": [item["image"] for item in others]})

@@ -113,6 +113,15 @@ def test_one_file_with_an_axis_more_holds_all_channels(tmp_path, shape):
     assert (one["low"], one["high"]) == (other["low"], other["high"]) and len(one["low"]) == 3
 
 
+@pytest.mark.parametrize("numbers", [(1, 2), (1, 2, 3), range(7)])
+def test_volumes_with_all_channels_may_be_numbered(tmp_path, numbers):
+    files(tmp_path, [f"subject_{number:04d}.nii.gz" for number in numbers], (4, 5, 6, 2))
+    items = read_datalist(tmp_path, channels=2)
+    assert [item["id"] for item in items] == [f"subject_{number:04d}" for number in numbers]
+    for item in items:
+        assert on_grid(item, config(data__channels=2))["image"].shape == (2, 16, 16, 16)
+
+
 @pytest.mark.parametrize("make, channels, words", [
     (lambda f: {"training": [{"image": ["a.nii", "b.nii"]}]}, 1, ["a.nii has 2 channels", "data.channels is 1"]),
     (lambda f: {"training": [{"image": ["a.nii", "b.nii"]}]}, 3, ["a.nii has 2 channels", "data.channels is 3"]),
@@ -120,7 +129,7 @@ def test_one_file_with_an_axis_more_holds_all_channels(tmp_path, shape):
     (lambda f: {"training": [{"image": ["a.nii", 3]}]}, 2, ["has no image path"]),
     (lambda f: {"training": [{"image": ["a.nii"] * 6}]}, 5, ["6 channels", "at most 5"]),
     (lambda f: {"training": ["c_0000.nii", "c_0001.nii", "d_0000.nii"]}, 2,
-     ["the case d has the channels [0], others have 2"])])
+     ["the case d has the channels [0], others have 2", "remove the case from the data set"])])
 def test_lists_that_do_not_fit_are_one_sentence(tmp_path, make, channels, words):
     files(tmp_path, ["a.nii", "b.nii", "c_0000.nii", "c_0001.nii", "d_0000.nii"])
     (tmp_path / "dataset.json").write_text(json.dumps(make(tmp_path)))
