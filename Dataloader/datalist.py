@@ -183,9 +183,10 @@ def split_volumes(source, items, cfg):
     """Split volumes into those to train on and those held out for validation.
 
     The list's test volumes are not used. Its validation volumes are held out; if there are none, those of data.val_ids;
-    with neither these nor data.train_ids, data.val_fraction of the subjects (`held_out_subjects`). If the list marks
-    validation volumes, data.train_ids and data.val_ids narrow its two sets. With data.val_ids alone, all other subjects
-    are trained on. A data.train_ids such as "25%" takes that share of the subjects that would otherwise be trained on.
+    with neither these nor data.train_ids, data.val_fraction of the subjects that it does not mark for training
+    (`held_out_subjects`). Ids and fraction hold out subjects with all of their volumes. If the list marks validation
+    volumes, data.train_ids and data.val_ids narrow its two sets. With data.val_ids alone, all other subjects are
+    trained on. A data.train_ids such as "25%" takes that share of the subjects that would otherwise be trained on.
     source: start of the error messages. items: from `list_volumes` or a cache.
     Returns: two lists of items in their order. Raises InputError for ids that select nothing.
     """
@@ -195,14 +196,14 @@ def split_volumes(source, items, cfg):
     if marked:
         return select(source, free, train_ids), select(source, marked, val_ids)
     names_all = train_ids.strip() and not share_of(train_ids)
-    val = []
+    held_out = set()
     if val_ids.strip():
-        val = select(source, free, val_ids)
+        held_out = {item["subject"] for item in select(source, free, val_ids)}
     elif not names_all:
-        held_out = held_out_subjects(free, fraction)
-        val = [item for item in free if item["subject"] in held_out]
+        to_train = {item["subject"] for item in free if item["split"] == "train"}
+        held_out = held_out_subjects([item for item in free if item["subject"] not in to_train], fraction)
+    val = [item for item in free if item["subject"] in held_out]
     if not names_all:
-        held_out = {item["subject"] for item in val}
         free = [item for item in free if item["subject"] not in held_out]
     return select(source, free, train_ids), val
 

@@ -458,7 +458,7 @@ def test_volumes_that_are_added_move_nobody():
 
 
 def test_a_larger_share_of_the_subjects_has_all_of_a_smaller_one_and_nobody_who_is_held_out():
-    items = [{"id": f"s{number:03d}_{scan}", "subject": f"s{number:03d}", "split": "train"}
+    items = [{"id": f"s{number:03d}_{scan}", "subject": f"s{number:03d}", "split": ""}
              for number in range(80) for scan in "ab"]
 
     def sides(train_ids, val_ids=""):
@@ -490,6 +490,21 @@ def test_two_volumes_at_least_are_held_out_for_a_pair_where_subjects_are_not_few
             assert not (later - {"new"}) - held
         assert len(held_out_subjects(people(names[:9]), 0.01)) == 0
         assert held_out_subjects(people(names[:4]), 0.5) and not held_out_subjects(people(names), 0)
+
+
+def test_the_fraction_holds_out_nobody_whom_the_list_marks_for_training():
+    items = people([f"s_{number}" for number in range(40)], 2)
+    held = held_out_subjects(items, 0.2)
+    marked = [{**item, "split": "train" if item["id"] == f"{min(held)}_1" else ""} for item in items]
+    train, val = split_volumes("x", marked, keys(val_fraction=0.2))
+    assert {item["subject"] for item in val} == held - {min(held)} and len(train) + len(val) == 80
+    assert split_volumes("x", [{**item, "split": "train"} for item in items], keys(val_fraction=0.2))[1] == []
+
+
+def test_ids_hold_out_subjects_with_all_of_their_volumes():
+    items = [{"id": f"scan_{number}", "subject": f"anna{number // 2}", "split": ""} for number in range(8)]
+    train, val = ids_of(split_volumes("x", items, keys(val_ids="2-3,5")))
+    assert (train, val) == (["scan_0", "scan_1", "scan_6", "scan_7"], ["scan_2", "scan_3", "scan_4", "scan_5"])
 
 
 def test_ids_come_before_the_fraction():
