@@ -103,12 +103,12 @@ def leak(found):
 
 
 def nonfinite(found):
-    """More non-finite losses than before."""
+    """More non-finite losses than before, or no others."""
     steps = tail_of(found["once"], RECENT)
     bad = np.nan_to_num(steps["nonfinite"]) > 0
     half = len(bad) // 2
     before, now = int(bad[:half].sum()), int(bad[half:].sum())
-    if now < FEW_NONFINITE or now <= before:
+    if now < FEW_NONFINITE or now <= before and now < len(bad) - half:
         return []
     modes = [line.get("mode", "") for line in found["events"] if line["event"] == "nonfinite"]
     mode = max(dict.fromkeys(modes), key=modes.count, default="some mode")  # in a tie, the first, which runs first

@@ -181,7 +181,8 @@ def decide(lines, verdict, patience_s=0.0):
         if len(row) >= SAME_DEATHS and last["time"] - row[-1]["time"] >= patience_s:
             return "stop", f"Stopped: nothing has begun for {patience_s:.0f} s. This needs a person."
         return "continue", f"The run has trained before, so this may pass: tried again for up to {patience_s:.0f} s."
-    if is_refusal(last) and last["cause"] == "refused":
+    alone = "OMNIMORPH_TOKEN" not in os.environ  # no launcher, so nobody starts it again
+    if last["cause"] == "refused" and (is_refusal(last) or alone and last["code"] == STOP):
         return "stop", "This needs a person: correct it and start again."
     if not verdict["dead"]:
         repeats = len(list(itertools.takewhile(lambda line: is_same(line, last), reversed(ends))))
@@ -202,7 +203,8 @@ def decide(lines, verdict, patience_s=0.0):
         return "stop", f"Stopped: {count} without a new durable step after step {last['durable']}."
     if repeats == SAME_DEATHS - 1 and not back:
         return "step back", "The same death twice without a new durable step: goes one checkpoint back."
-    return "continue", f"Continues from the newest checkpoint that verifies (step {last['durable']})."
+    return "continue", (f"Continues from the newest checkpoint that verifies (step {last['durable']})."
+                        if last["durable"] else "Starts anew: no checkpoint has been written that verifies.")
 
 
 def was_requeued():

@@ -180,10 +180,12 @@ def test_done(tmp_path, capsys):
     assert capsys.readouterr().err == "attempt 0: done. The training is complete.\n"
 
 
-def test_a_refusal_in_the_middle_of_the_run_is_a_death(tmp_path):
+def test_a_refusal_in_the_middle_of_the_run_is_a_death(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMNIMORPH_TOKEN", "loop")  # of a launcher
     refused = {"event": "refused", "error": "the loss was not finite", "phase": "between steps"}
     assert [one_round(tmp_path, refused, END, code=43, phase="exit", mode="")[1] for _ in range(3)] == [
         "continue", "step back", "stop"]
+    assert "Starts anew: no checkpoint" in history(tmp_path)[1]["sentence"], "none has been written"
 
 
 @pytest.mark.parametrize("phase", ["data set", "stage", "restore"])

@@ -68,6 +68,8 @@ def test_non_finite_losses_that_become_more_are_found(tmp_path):
                       events=[(1, nan)])
     each = found(run)["non-finite losses"]
     assert "the loss of contrastive was not finite in 4 of the last 250 steps, after 0" in each["sentence"]
+    run = made_up_run(tmp_path / "all", 20, step=lambda number, line: {"nonfinite": 1})
+    assert "in 10 of the last 10 steps" in found(run)["non-finite losses"]["sentence"]
     run = made_up_run(tmp_path / "few", step=lambda number, line: {"nonfinite": int(number in (9, 480))})
     assert found(run) == {}
 

@@ -23,6 +23,8 @@ from Diffusion.optim import footprint, replicated
 from Diffusion.training_state import PRECISIONS
 from Inference.load_model import load_model
 from Inference.registration import register
+from Report.run import state_of
+from Report.run_logs import read_run
 from Runtime import checkpoint
 from Runtime.device import precision
 from Runtime.provenance import git
@@ -370,8 +372,8 @@ def test_accumulated_batches_give_what_one_batch_does(data):
         assert (weights[other] - weights[0]).norm() < 0.01 * (weights[0] - before).norm()
 
 
-def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(data, tmp_path, capfd):
-    run = begin(config(data))
+def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(data, tmp_path, capfd, monkeypatch):
+    run, told = begin(config(data)), []
     before = checkpoint.weights_sha256(run.net.state_dict())
 
     def step(kind):
@@ -381,15 +383,21 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(d
             return {"plain": total, "loss": total * factor, "gradient": total * 0 + (total * 0).sqrt()}[kind], {}
         return om.run_mode(run, om.MODES["diffusion"]._replace(step=compute), [1.0, math.nan])
 
-    for kind in ("loss", "gradient"):
-        assert not step(kind).moved
-        assert checkpoint.weights_sha256(run.net.state_dict()) == before
+    with monkeypatch.context() as patched:
+        patched.setattr(om.watchdog, "event", lambda name, **fields: told.append((name, fields)))
+        for kind in ("loss", "gradient"):
+            assert not step(kind).moved
+            assert checkpoint.weights_sha256(run.net.state_dict()) == before
+    assert [name for name, _ in told] == ["nonfinite"] * 2, "each is told once"
+    assert told[1][1]["terms"]["total"] == 0 and not math.isfinite(float(told[1][1]["norm"]))
     assert run.progress.sums.counts["total"] == 0
     assert step("plain").moved and checkpoint.weights_sha256(run.net.state_dict()) != before
     assert train(data, tmp_path, optim__lr=1e30, run__max_nonfinite=3) == 43
     message = capfd.readouterr().err
     assert "not finite in 3 steps in a row" in message and "Traceback" not in message
     assert log_lines(tmp_path, "step")[-1]["nonfinite"] > 0
+    word, sentence = state_of(read_run(next((tmp_path / "Models").iterdir())))
+    assert word == "stopped" and "not finite in 3 steps in a row" in sentence and "checkpoint" not in sentence
 
 
 def test_contrastive_loss_is_zero_until_the_queue_holds_another_subject(data):
