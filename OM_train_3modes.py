@@ -527,7 +527,7 @@ def train(cfg, args, ranks, folder):
         watchdog.event("leave", reason=f"rank {ranks.rank}: {leak['sentence']}" if leak else WHY_LEFT[leave])
         return PLANNED_RESTART
     if is_main:
-        print(f"done: {cfg['run.epochs']} epochs, {progress.step} steps, weights "
+        print(f"done: {progress.epoch} epochs, {progress.step} steps, weights "
               f"{checkpoint.weights_sha256(weights)}\n"
               f"the network, for OM_register.py, OM_augment.py and OM_export.py: --model {folder}")
     return DONE

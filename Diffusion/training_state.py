@@ -14,6 +14,7 @@ import torch
 
 from Dataloader.dataset import VolumeDataset
 from Dataloader.identity import as_csv, compare_data
+from Dataloader.sampler import steps_left
 from Diffusion.diffuser import DeformDDPM
 from Diffusion.optim import GradientSums, compare_moments, gather, gather_state, replicated, whole
 from Runtime import agree, checkpoint, launch, watchdog, writer
@@ -192,6 +193,13 @@ def announce(run):
     if cfg["loss.segment"] and cfg["augment.flip"]:
         print("augment.flip mirrors volumes, but their labels keep their values, so loss.segment also teaches to call "
               "the left side right: set augment.flip to 0 if left and right have labels of their own")
+    inputs = {mode.data for mode in run.modes}
+    steps, whole = (steps_left(cfg, volumes, run.listed, run.split, inputs=each) for each in (inputs, ["volumes"]))
+    if "volumes" in inputs and steps < whole:
+        key = "data.pair_list" if run.listed else "data.pairs"
+        print(f"{key} has pairs for {steps} steps, after which each epoch ends, although all volumes would take "
+              f"{whole}: modes 1 and 2 see the others in other epochs; {whole * run.split.pairs} pairs are enough "
+              "for all")
     if held_out == 1:
         print("one validation volume makes no pair, so registration is not validated and no checkpoint can be the "
               "best: hold out two volumes (data.val_ids, data.val_fraction)")

@@ -96,7 +96,7 @@ def headline(found, findings):
     refused = sum(map(is_refused_start, ends))
     died = sum(bool(end["verdict"]["dead"]) for end in ends) - refused
     rate, left = speed(found), time_left(found, kinds)
-    return [("Epochs", f"{epochs} of {of}" if of else epochs, f"{done} steps"),
+    return [("Epochs", f"{epochs} of {of}" if of and epochs <= of else epochs, f"{done} steps"),
             *([("Time left", left, "at this pace")] if left else []),
             ("Goodput", f"{100 * goodput(kinds):.1f} %" if wall else "-", f"of {duration(wall)}"),
             ("Samples/s", number(rate) if rate else "-", "in 100 steps"),

@@ -143,6 +143,9 @@ def run_program(run, args):
         if not isinstance(code, str):
             return code
         print(f"error: {code}", file=sys.stderr)
+    except BrokenPipeError:  # who reads the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tells of it when it ends
+        return 128 + signal.SIGPIPE
     except OSError as error:
         path = str(error.filename2 or error.filename or args.out)
         out, where = os.path.abspath(str(args.out)), os.path.abspath(path)

@@ -3,6 +3,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
 
@@ -105,6 +107,13 @@ def test_the_terminal_shows_the_same(folder, capsys):
     assert re.search(r"^ang .*[\u2581-\u2588]{10}", shown, re.M) and re.search(r"^val_dice ", shown, re.M)
     assert "optim.lr 0.0001 -> 0.0002" in shown
     assert not (run_of(folder) / "report.html").exists()
+
+
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(folder):
+    command = [sys.executable, "-m", "Report.run", str(run_of(folder)), "--text"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()  # before the program writes anything
+    assert (process.stderr.read(), process.wait()) == ("", 128 + signal.SIGPIPE)
 
 
 def test_bad_input_is_one_sentence(tmp_path, capsys):

@@ -23,7 +23,7 @@ from Diffusion.optim import footprint, replicated
 from Diffusion.training_state import PRECISIONS
 from Inference.load_model import load_model
 from Inference.registration import register
-from Report.run import state_of
+from Report.run import headline, state_of
 from Report.run_logs import read_run
 from Runtime import checkpoint
 from Runtime.device import precision
@@ -316,9 +316,12 @@ def test_the_condition_is_dropped_in_a_share_of_the_volumes(data, share):
     assert (~used).float().mean().item() == pytest.approx(share, abs=0.05 * (0 < share < 1))
 
 
-def test_validation_comes_every_so_many_epochs_and_at_the_end(data, tmp_path):
+def test_validation_comes_every_so_many_epochs_and_at_the_end(data, tmp_path, capsys):
     assert train(data, tmp_path, run__epochs=3, run__val_every=2, data__repeats=1, **QUICK) == 0
     assert ["val_ang" in line for line in log_lines(tmp_path, "epoch")] == [False, True, True]
+    assert train(data, tmp_path, run__epochs=2, run__val_every=2, data__repeats=1, **QUICK) == 0
+    assert "done: 3 epochs" in capsys.readouterr().out, "fewer are asked for than are done"
+    assert headline(read_run(next((tmp_path / "Models").iterdir())), [])[0][:2] == ("Epochs", 3)
 
 
 def test_a_step_counts_its_modes_and_fills_the_queue_in_order(data):
@@ -551,15 +554,23 @@ def test_a_volume_that_a_worker_cannot_read_is_one_sentence_too(tmp_path):
     assert len(said) == 1 and "subject_0002.nii.gz: truncated" in said[0], run.stderr
 
 
-def test_pair_list_is_followed(data, tmp_path):
+def test_a_bad_profile_is_told_before_anything_is_read(tmp_path, capsys):
+    assert train(tmp_path / "nowhere", tmp_path, "--profile", "5") == 43
+    assert "write START:STEPS" in capsys.readouterr().err and not (tmp_path / "Models").exists()
+
+
+def test_pair_list_is_followed(data, tmp_path, capsys):
     pairs = tmp_path / "pairs.json"
     pairs.write_text(json.dumps([{"fixed": "subject_0001", "moving": "subject_0004"}] * 3))
     assert train(data, tmp_path, run__epochs=1, data__pair_list=pairs) == 0
     assert len(log_lines(tmp_path, "step")) == 3, "an epoch ends with the shorter loader"
+    assert "data.pair_list has pairs for 3 steps, after which each epoch ends, although all volumes would take 6" in (
+        capsys.readouterr().out)
     listed = read_datasets(config(data, data__pair_list=pairs))[2]
     assert listed == [(4, 1)] * 3
     assert train(data, tmp_path / "alone", run__epochs=1, data__pair_list=pairs, **ALONE) == 0
     assert len(log_lines(tmp_path / "alone", "step")) == 6, "mode 1 alone takes no pairs"
+    assert "pairs for" not in capsys.readouterr().out
 
 
 # Mode 1 alone, for a network that sees one volume.
