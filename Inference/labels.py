@@ -26,8 +26,10 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
 
     image: (D, H, W) or (H, W) on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed grid.
     fixed_affine: 4x4. order: 1 for images (float32 out), 0 for labels (dtype kept).
-    Returns: (*fixed); outside the image its lowest finite intensity, or 0 for labels.
+    Returns: (*fixed); outside the image its lowest finite intensity, or 0 for labels. Raises InputError if image,
+    field and affines do not fit together.
     """
+    _require_fitting(image, affine, field, fixed_affine)
     if not order and image.size and np.abs(image).max() > EXACT:
         values = np.union1d(image, [0]).astype(image.dtype)
         zero = np.searchsorted(values, 0)
@@ -44,6 +46,17 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     return warped
 
 
+def _require_fitting(image, affine, field, fixed_affine):
+    """Raise InputError unless a field has a component for each axis of an image, and the affines are 4x4."""
+    dims = np.ndim(image)
+    if dims not in (2, 3) or np.ndim(field) != dims + 1 or len(field) != dims:
+        raise InputError(f"a field of shape {np.shape(field)} cannot warp an image of shape {np.shape(image)}; give a "
+                         "3D image and a field (3, D, H, W), or a 2D one and (2, H, W).")
+    if np.shape(affine) != (4, 4) or np.shape(fixed_affine) != (4, 4):
+        raise InputError(f"affines of shape {np.shape(affine)} and {np.shape(fixed_affine)} cannot place the "
+                         "images; give those of the volumes, 4x4 in 2D too.")
+
+
 def _to_moving(field, change, slab):
     """The field by which `warp` samples the moving volume on a slab of the fixed grid. change: as for `then_affine`."""
     part = torch.from_numpy(np.ascontiguousarray(field[:, slab], np.float32))[None]
@@ -57,8 +70,10 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
 
     label: (D, H, W) or (H, W) integers on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed
     grid. fixed_affine: 4x4. labels: "smooth" (see `label_at`) or "nearest", the label of the nearest voxel.
-    Returns: (*fixed) of the label's dtype; 0 outside the moving volume. Raises InputError for other words.
+    Returns: (*fixed) of the label's dtype; 0 outside the moving volume. Raises InputError for other words, or if
+    label, field and affines do not fit together.
     """
+    _require_fitting(label, affine, field, fixed_affine)
     if labels not in LABELS:
         raise InputError(f"labels must be {' or '.join(LABELS)}, not {labels!r}.")
     if labels == "nearest":

@@ -201,6 +201,9 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     require_memory(fixed, moving, 1 + len(fixed_channels) + (fixed_mask is not None), inverse)
     fixed = read_side(fixed, "fixed", fixed_mask, fixed_channels)
     moving = read_side(moving, "moving", moving_mask, moving_channels)
+    if known is not None and len(known.field) != fixed.array.ndim:
+        raise InputError(f"start: the earlier registration is {len(known.field)}D and {fixed.name} is "
+                         f"{fixed.array.ndim}D; give one with the same number of axes.")
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
     began = time.perf_counter()
     with own_settings(fixed.array.size):

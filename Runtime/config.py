@@ -244,10 +244,9 @@ def check_together(cfg, path):
     if grids[-1] > min(size):
         raise InputError(f"{path}: diffusion.grids ends with {grids[-1]}, finer than the image of {size} voxels can "
                          f"show; use smaller grids, for example {sorted({4, min(size) // 8 * 4 or 4})}.")
-    for key in ("data.percentiles", "data.window"):
+    for key, such in (("data.percentiles", "[0.5, 99.5]"), ("data.window", "[-1000, 500], or [0, 0]")):
         if len(cfg[key]) != 2 or (cfg[key][0] >= cfg[key][1] and cfg[key] != [0, 0]):
-            raise InputError(f"{path}: {key} must be two rising numbers such as [0.5, 99.5], or [0, 0], not "
-                             f"{cfg[key]}.")
+            raise InputError(f"{path}: {key} must be two rising numbers such as {such}, not {cfg[key]}.")
     for key in ("registration.window", "refine.window"):
         if cfg[key] % 2 == 0:
             raise InputError(f"{path}: {key} must be odd, not {cfg[key]}.")

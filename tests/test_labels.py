@@ -7,6 +7,7 @@ from Diffusion.metrics import dice
 from Inference.augmentation import deform
 from Inference.labels import AT_VOXEL, SIGMA, apply_label, label_at
 from Inference.registration import apply_field
+from Runtime.errors import InputError
 
 
 def ellipsoid(shape, centre, radii):
@@ -146,3 +147,15 @@ def test_a_map_that_goes_nowhere_stays_as_it_is():
     for shift in (0, 0.08):
         field = np.full((3, *label.shape), shift, np.float32)
         assert np.array_equal(apply_label(label, np.eye(4), field, np.eye(4)), label)
+
+
+@pytest.mark.parametrize("shape, size, affine, words", [
+    ((8, 8), (3, 8, 8, 8), np.eye(4), "a field of shape (3, 8, 8, 8) cannot warp an image of shape (8, 8); give a 3D"),
+    ((8, 8, 8), (2, 8, 8), np.eye(4), "a field of shape (2, 8, 8) cannot warp an image of shape (8, 8, 8)"),
+    ((8, 8, 8), (8, 8, 8, 3), np.eye(4), "a field of shape (8, 8, 8, 3) cannot warp"),
+    ((8, 8), (2, 8, 8), np.eye(3), "affines of shape (3, 3) and (4, 4)")])
+def test_what_does_not_fit_together_is_one_sentence(shape, size, affine, words):
+    for function in (apply_field, apply_label):
+        with pytest.raises(InputError) as found:
+            function(np.ones(shape, np.uint8), affine, np.zeros(size, np.float32), np.eye(4))
+        assert words in str(found.value)

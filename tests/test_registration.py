@@ -428,6 +428,10 @@ def test_an_earlier_registration_and_a_model_both_tell_where_to_start():
     known = registration.register(*pair, refine=False).known
     with pytest.raises(InputError, match="an earlier registration and a model were given"):
         register(*pair, (Known(), settings(model__dims=2)), start=known)
+    for volume, words in ((pair[0][None].repeat(8, 0), "is 2D and fixed is 3D"), (pair[0], "is 3D and fixed is 2D")):
+        with pytest.raises(InputError, match=f"start: the earlier registration {words}; give one"):
+            registration.register(volume, volume, start=known)
+        known = registration.Known(np.eye(4), np.zeros((3, 8, 8, 8), np.float32), np.eye(4), None)
 
 
 def test_labels_are_nearest_and_keep_their_type():
