@@ -390,6 +390,10 @@ def test_a_pattern_finds_the_subject_in_the_path_below_the_data_folder(tmp_path)
     (tmp_path / "data/list.csv").write_text("image,subject\nanna/a_1.nii.gz,\nanna/a_2.nii.gz,\nbert/b_1.nii.gz,otto\n")
     found = list_volumes(tmp_path / "data/list.csv", pattern=r"([a-z])_\d")
     assert told(found, "subject") == [("a",), ("a",), ("otto",)], "the list's own word comes first"
+    (tmp_path / "data").rename(tmp_path / "data [1]")  # no pattern of files, although it looks like one
+    found = list_volumes(tmp_path / "data [1]/list.csv", pattern="^([^/]+)/")
+    assert told(found, "subject") == [("anna",), ("anna",), ("otto",)]
+    (tmp_path / "data [1]").rename(tmp_path / "data")
     for pattern, reason in (("(", "not a regular expression"), ("[a-z]+", "has 0 groups; put one pair"),
                             ("(a)(_)", "has 2 groups"), ("^(a.*)/", "finds no subject in bert/b_1.nii.gz; correct it"),
                             ("^(x?)", "finds no subject in anna/a_1.nii.gz")):

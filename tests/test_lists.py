@@ -206,6 +206,17 @@ def test_names_that_stand_twice_and_zero_bytes_are_refused(tmp_path, name, text,
         read_pairs_to_register(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["../pair", ".pair", "a\nb", "results.json", "scores.html", "results.csv"])
+def test_names_that_would_leave_or_replace_something_are_refused(data, name):
+    pair = {"fixed": "sub-00_T1w.nii.gz", "moving": "sub-01_T1w.nii.gz"}
+    (data / "pairs.json").write_text(json.dumps([pair, {**pair, "name": name}]))
+    with pytest.raises(InputError, match="pairs.json: pair 2: its folder cannot have the name"):
+        read_pairs_to_register(data / "pairs.json")
+    (data / "pairs.json").write_text(json.dumps([pair, pair]))
+    with pytest.raises(InputError, match="two pairs are called sub-01_T1w_to_sub-00_T1w"):
+        read_pairs_to_register(data / "pairs.json")
+
+
 def test_fields_of_two_pairs_with_one_learn2reg_name_are_refused(data, tmp_path, capsys):
     for subject in ("a", "b"):
         (tmp_path / subject).mkdir()
