@@ -467,7 +467,7 @@ def one_plane(shape):
 
 def _squeezed_shape(path, shape, dims):
     """Shape without trailing axes of length 1, which must leave `dims` axes."""
-    kept = tuple(shape)
+    kept = shape = tuple(map(int, shape))
     while kept and kept[-1] == 1:
         kept = kept[:-1]
     if dims == 2 and len(kept) == 3 and 1 in kept:

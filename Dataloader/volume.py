@@ -140,11 +140,11 @@ def as_array(source, name, kinds=KINDS):
 
 def axes(name, shape):
     """The number of axes of a file's shape, 2 or 3, without trailing axes of length 1. Raises InputError for others."""
-    kept = tuple(shape)
+    kept = shape = tuple(map(int, shape))
     while len(kept) > 2 and kept[-1] == 1:
         kept = kept[:-1]
     if len(kept) not in (2, 3):
-        raise InputError(f"{name}: shape {tuple(shape)} is neither 2D nor 3D; split it into one file per volume.")
+        raise InputError(f"{name}: shape {shape} is neither 2D nor 3D; split it into one file per volume.")
     return len(kept)
 
 

@@ -209,6 +209,9 @@ def test_a_damaged_mgz_is_found_by_its_checksum(tmp_path):
     (tmp_path / "v.mgz").write_bytes(bytes(content))
     with refused("v.mgz", "truncated or corrupt"):
         read_volume(tmp_path / "v.mgz")
+    nibabel.save(nibabel.MGHImage(np.ones((4, 5, 6, 3), np.float32), np.eye(4)), tmp_path / "v.mgz")
+    with refused("v.mgz", r"shape \(4, 5, 6, 3\) is not 3D"):
+        read_volume(tmp_path / "v.mgz")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
