@@ -225,7 +225,8 @@ def card(source, net, state, cfg, about, digest, licence):
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
-    modes = [SENTENCES[mode.name].format(condition=shown, labels=labels) for mode in modes_of(cfg, MODES)]
+    modes = [SENTENCES.get(mode.name, f"{mode.name.capitalize()}.").format(condition=shown, labels=labels)
+             for mode in modes_of(cfg, MODES)]
     published = state.get("published", False)
     figures = markdown_table(["", ""], about["metrics"].items())
     return CARD.format(

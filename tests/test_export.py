@@ -127,7 +127,7 @@ def test_keys_that_were_tuned_after_the_training_go_along(tmp_path, capsys):
         assert printed.startswith("error: ") and part in printed and not (tmp_path / "bad").exists()
 
 
-def test_the_card_names_the_modes_of_the_training_alone(tmp_path):
+def test_the_card_names_the_modes_of_the_training_alone(tmp_path, monkeypatch):
     about = {"metrics": {}, "commit": "", "torch": ""}
     run, _ = make_run(tmp_path)
     net, state = load_model(run)[0], checkpoint.load(run / "000002_demo_om_net.pth")
@@ -139,6 +139,8 @@ def test_the_card_names_the_modes_of_the_training_alone(tmp_path):
     assert named() == ["Diffusion:", "Contrastive:", "Registration:"]
     assert named(loss__dist=0, loss__ang=0, loss__regul=0, loss__contrastive=0) == ["Registration:"]
     assert list(OM_export.SENTENCES) == list(OM_export.MODES)
+    monkeypatch.setitem(OM_export.MODES, "fourth", OM_export.MODES["registration"]._replace(name="fourth"))
+    assert "- Fourth.\n" in OM_export.card("a", net, state, config(tmp_path), about, "", ""), "a mode of one's own"
 
 
 def test_the_card_describes_only_what_the_network_has():
