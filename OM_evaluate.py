@@ -109,9 +109,10 @@ def score_pair(pair, dims=3, carried=None):
         if "warped_label" in pair:
             label_maps[""], own = read_label(pair["warped_label"], dims)
             require_same_grid(f"{pair['warped_label']}: it", label_maps[""].shape, own, *on_its_grid)
-        if not fixed.any():
+        if fixed.any():
+            scores.update(label_scores(label_maps, fixed, fixed_affine[:3, :dims]))
+        elif "written" not in pair:
             raise InputError(f"{pair['fixed_label']}: it has no label above 0; give a label image.")
-        scores.update(label_scores(label_maps, fixed, fixed_affine[:3, :dims]))
     if "fixed_points" in pair and "moving_points" in pair:
         fixed_mm, moving_mm = read_points(pair["fixed_points"]), read_points(pair["moving_points"])
         scores.update(point_scores(fixed_mm, moving_mm, pair, field, affine))

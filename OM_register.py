@@ -107,16 +107,18 @@ def check_arguments(args):
                              "which a registration with --inverse writes.")
         if any((args.pairs, args.model != "none", args.affine, args.refine is not None, args.initial, args.also,
                 args.similarity, args.start != "auto", args.fixed_label, args.moving_points, args.resample_labels,
-                args.learn2reg, args.part, also_seen)):
+                args.learn2reg, args.part, args.config, args.set, args.list, also_seen)):
             raise InputError("--apply uses an existing field and scores nothing: leave out --pairs, --model, --affine, "
                              "--refine, --initial, --also, --similarity, --start, --fixed-label, --moving-points, "
-                             "--resample-labels, --learn2reg, --part, masks and channels.")
+                             "--resample-labels, --learn2reg, --part, --config, --set, --list, masks and channels.")
         if not (args.moving or args.moving_label or args.points):
             raise InputError("--apply needs something to move: --moving, --moving-label or --points.")
     else:
         one = args.moving or args.fixed_label or args.moving_label or args.points or args.moving_points or also_seen
         if args.pairs and one or not args.pairs and not (args.fixed and args.moving):
             raise InputError("give either --pairs, or --fixed and --moving: one file, several, or a folder.")
+        if args.list and (not args.pairs or args.fixed):
+            raise InputError("--list chooses one of the lists in a --pairs file; leave it out.")
         several = is_list(args)
         if several and (args.moving_mask or args.fixed_channels or args.moving_channels or args.moving_points):
             raise InputError("--moving-mask, --moving-points and channels are for one pair; for several list them in a "

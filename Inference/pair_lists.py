@@ -45,6 +45,8 @@ def read_pairs_to_register(path, key=None):
     path = _list_of(Path(path))
     content = _read_list(path, (*TO_REGISTER, "name"))
     entries, training = content, []
+    if key and not isinstance(content, dict):
+        raise InputError(f"{path}: it is one list of pairs, so --list {key} chooses nothing; leave it out.")
     if isinstance(content, dict):
         key = key or next((name for name in LISTS if content.get(name)), "pairs")
         entries, training = content.get(key), content.get("training", [])

@@ -311,6 +311,8 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
         net, cfg = model[0].to(device), model[1]
     else:
         net, cfg = None, changed_config(dims, config)
+    if net is not None and config is not None and config is not cfg:
+        raise InputError("config is for a registration without a model, which has its own: leave out one of them.")
     if net is not None and cfg["model.condition_type"] == "none":
         raise InputError(f"the network {cfg['model.name']} of this model only recovers deformed volumes and cannot "
                          "register, since it never sees a second one (model.condition_type none): register with "

@@ -39,6 +39,8 @@ def jacobian(args):
     """`omnimorph jacobian`; returns the exit code."""
     if bool(args.results) == bool(args.scans) or args.scans and len(volumes_of(args.scans)) < 2:
         raise InputError("give either --results, or --scans with two or more scans of one subject.")
+    if args.results and (args.affine != "rigid" or args.similarity):
+        raise InputError("--affine and --similarity are for --scans: --results are registered already; leave them out.")
     settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity}
     with locked(args.out, "jacobian") as out:
         tasks, function, failed, verdicts = of_scans(out, args) if args.scans else of_results(out, args)

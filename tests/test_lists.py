@@ -160,6 +160,8 @@ def test_tables_folders_patterns_and_names(data):
     pairs = read_pairs_to_register(data / "pairs.csv")
     assert [pair["name"] for pair in pairs] == ["first", "sub-02_T1w_to_sub-00_T1w"]
     assert pairs[0]["fixed_label"] == data / "sub-00_dseg.nii.gz"
+    with pytest.raises(InputError, match="pairs.csv: it is one list of pairs, so --list other chooses nothing"):
+        read_pairs_to_register(data / "pairs.csv", "other")
     found = pairs_onto(data / "sub-01_T1w.nii.gz", [f"{data}/*-0[12]_T1w.nii.gz"])
     assert [pair["name"] for pair in found] == ["sub-02_T1w_to_sub-01_T1w"]
     found = pairs_onto(data / "sub-01_T1w.nii.gz", [data / "sub-02_T1w.nii.gz", data / "sub-03_T1w.nii.gz"],

@@ -501,6 +501,9 @@ def test_labels_that_do_not_belong_to_their_image(place, tmp_path, capsys):
                  nibabel.load(image(place, "a_0001")).affine)
     assert run(*words, image(place, "b_0002", "labels"), "--fixed-label", tmp_path / "empty.nii.gz") == 0
     assert "empty.nii.gz: it has no label above 0, so no labels are scored" in capsys.readouterr().err
+    assert OM_evaluate.main(["--pairs", str(tmp_path / "out/results.json"), "--out", str(tmp_path / "scores")]) == 0
+    score = json.loads((tmp_path / "scores/scores.json").read_text())["pairs"][0]
+    assert "folding_percent" in score and "dice" not in score
 
 
 def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
@@ -510,7 +513,7 @@ def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
     refused(capsys, "a_0001.nii.gz: shape .* is not a displacement field", "--apply", image(place, "a_0001"),
             "--moving", image(place, "a_0001"), "--out", tmp_path / "out")
     refused(capsys, "--apply needs something to move", *field)
-    for words in (["--refine", 3], ["--refine", 0], ["--start", "centre"], ["--learn2reg"]):
+    for words in (["--refine", 3], ["--refine", 0], ["--start", "centre"], ["--learn2reg"], ["--list", "x"]):
         refused(capsys, "leave out --pairs, --model", *field, "--moving", image(place, "a_0001"), *words)
     refused(capsys, "apply inverse_field.nii.gz", *field, "--moving", image(place, "a_0001"), "--inverse")
 
@@ -553,6 +556,7 @@ def test_what_ends_a_registration_after_it_is_told_before(place, tmp_path, capsy
 @pytest.mark.parametrize("more, words", [
     (["--model", "nowhere.pth"], "nowhere.pth: no such model"), (["--refine", "-3"], "--refine -3"),
     (["--affine", "none", "--refine", "0"], "nothing would be registered"),
+    (["--list", "registration_val"], "--list chooses one of the lists in a --pairs file"),
     (["--model", "RUN", "--dims", "2"], "--config and --dims are for --model none"),
     (["--model", "RUN", "--set", "refine.speed=3"], "unknown key refine.speed"),
     (["--model", "RUN", "--pairs", "list.json"], "give either --pairs, or --fixed and --moving"),

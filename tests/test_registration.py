@@ -428,6 +428,8 @@ def test_an_earlier_registration_and_a_model_both_tell_where_to_start():
     known = registration.register(*pair, refine=False).known
     with pytest.raises(InputError, match="an earlier registration and a model were given"):
         register(*pair, (Known(), settings(model__dims=2)), start=known)
+    with pytest.raises(InputError, match="config is for a registration without a model"):
+        registration.register(*pair, (Known(), settings(model__dims=2)), config={"refine.levels": 1})
     for volume, words in ((pair[0][None].repeat(8, 0), "is 2D and fixed is 3D"), (pair[0], "is 3D and fixed is 2D")):
         with pytest.raises(InputError, match=f"start: the earlier registration {words}; give one"):
             registration.register(volume, volume, start=known)
