@@ -28,6 +28,7 @@ SHOWN = ("Diffusion/figures.py", "Inference/pair_figures.py", "Inference/viewer.
 def traced(function, *arguments):
     """Call a function, whose output is dropped. Returns: [(file, function)] of the house in the order of entering."""
     entered, own = [], f"{ROOT}{os.sep}"
+    others = ("tests" + os.sep, ".venv" + os.sep)  # `make` puts the libraries into the checkout
 
     def profile(frame, event, _):
         code = frame.f_code
@@ -44,7 +45,7 @@ def traced(function, *arguments):
             threading.setprofile(None)
     if code:
         sys.exit(f"exit code {code}: {errors.getvalue()}")
-    return [entry for entry in entered if not entry[0].startswith("tests" + os.sep)]
+    return [entry for entry in entered if not entry[0].startswith(others)]
 
 
 def apart(function, *arguments):
