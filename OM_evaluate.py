@@ -77,15 +77,16 @@ def score_pair(pair, dims=3, carried=None):
     Returns: dict of name, "labels" ({label: scores}) and the means of COLUMNS that the files allow.
     Raises InputError, naming the file, for files that do not fit together and for a field changed since it was written.
     """
-    for one, other in () if "written" in pair else NEEDS.items():  # a registration warps labels without scoring them
-        if one in pair and other not in pair:
-            raise InputError(f"{one} scores nothing alone: add {other}, or leave it out.")
     carried = carried or pair.get("carried", "smooth")
     if "written" in pair:
         folder, digests = pair["written"]
         problem = damage(digests, folder)
         if problem:
             raise InputError(f"{problem}: register this pair again.")
+    else:  # a registration also warps labels that it does not score
+        for one, other in NEEDS.items():
+            if one in pair and other not in pair:
+                raise InputError(f"{one} scores nothing alone: add {other}, or leave it out.")
     scores = {"name": pair.get("name", "pair"), "labels": {}}
     field = affine = None
     if "field" in pair:

@@ -120,6 +120,10 @@ def check_arguments(args):
         if args.list and (not args.pairs or args.fixed):
             raise InputError("--list chooses one of the lists in a --pairs file; leave it out.")
         several = is_list(args)
+        for path in [*args.moving, args.pairs] if args.fixed else ():
+            if path and os.path.isdir(path) and os.path.realpath(path) == os.path.realpath(args.out):
+                raise InputError(f"{path}: it is a folder of images, and a later run would register the results in it "
+                                 "too; choose another --out.")
         if several and (args.moving_mask or args.fixed_channels or args.moving_channels or args.moving_points):
             raise InputError("--moving-mask, --moving-points and channels are for one pair; for several list them in a "
                              "--pairs table.")
@@ -154,10 +158,6 @@ def check_arguments(args):
     for path in filter(None, files):
         if not is_dicom_folder(path):
             require_file(path)
-    for path in [*args.moving, args.pairs] if args.fixed and not args.apply else ():
-        if path and os.path.isdir(path) and os.path.realpath(path) == os.path.realpath(args.out):
-            raise InputError(f"{path}: it is a folder of images, and a later run would register the results in it too; "
-                             "choose another --out.")
     if args.pairs and not os.path.exists(args.pairs):
         raise InputError(f"{args.pairs}: no such list of pairs; check the path.")
 

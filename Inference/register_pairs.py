@@ -267,8 +267,8 @@ def apply_saved(args):
                          "an --out of its own.")
     inputs = filter(None, (args.apply, args.fixed, args.points, *args.moving, *args.moving_label))
     wanted = [*inputs, *(path for home in (out, out.parent) for path in listed_files(home))]
-    for target, path in itertools.product(targets, wanted):
-        if target.exists() and os.path.exists(path) and target.samefile(path):
+    for target, path in itertools.product(filter(Path.exists, targets), wanted):
+        if os.path.exists(path) and target.samefile(path):
             raise InputError(f"{path}: a result with the same name would overwrite this file; choose another --out.")
     describe_field(args.apply, field, affine, [entry[1:4] for entry in moved])
     make_folder(out)

@@ -52,23 +52,22 @@ def require_own(out, folders=(), program=None):
     folders would be dropped; (): only those of another program matter. program: as in the settings; None: a
     registration.
     """
-    def is_ours():
-        return any(read_results(home)["version"] for home in (out, *parts_of(out)))
-
     pages = [out / name for name in ("results.json", "results.csv", "report.html")]
     outputs = itertools.chain.from_iterable(output_files(folder) for folder in folders if folder.is_dir())
-    # Asked twice, because another part of the list may begin in between: its results come before its files.
-    if not is_ours() and (taken := next(filter(Path.exists, itertools.chain(pages, outputs)), None)) and not is_ours():
+    taken = next(filter(Path.exists, itertools.chain(pages, outputs)), None)
+    # Read after a file was seen: a part of the list that begins meanwhile writes its results before its files.
+    homes = [(home, read_results(home)) for home in (out, *parts_of(out))]
+    if taken and not any(earlier["version"] for _, earlier in homes):
         raise InputError(f"{taken}: it is not of an earlier run into {out}, and a result would replace it; choose "
                          "another --out.")
     named = set(map(os.path.abspath, folders))
-    for home in (out, *parts_of(out)):
-        earlier = read_results(home)
+    for home, earlier in homes:
         kept = {name: os.path.abspath(row["folder"]) for name, row in earlier["pairs"].items()}
         if kept and (earlier["settings"] or {}).get("program") != program:
             raise InputError(f"{home}: it has results of another program, which would be lost; name another --out.")
-        others = [(name, folder) for name, folder in kept.items() if named and folder not in named]
-        if lost := [(name, folder) for name, folder in others if os.path.isdir(folder)]:
+        lost = [(name, folder) for name, folder in kept.items()
+                if named and folder not in named and os.path.isdir(folder)]
+        if lost:
             raise InputError("{}: it has results of {} other pairs, such as {}, which would be dropped; choose another "
                              "--out, or remove folders such as {}.".format(home, len(lost), *lost[0]))
 

@@ -320,7 +320,7 @@ def test_validation_comes_every_so_many_epochs_and_at_the_end(data, tmp_path, ca
     assert train(data, tmp_path, run__epochs=3, run__val_every=2, data__repeats=1, **QUICK) == 0
     assert ["val_ang" in line for line in log_lines(tmp_path, "epoch")] == [False, True, True]
     assert train(data, tmp_path, run__epochs=2, run__val_every=2, data__repeats=1, **QUICK) == 0
-    assert "done: 3 epochs" in capsys.readouterr().out, "fewer are asked for than are done"
+    assert "done: 3 epochs" in capsys.readouterr().out, "run.epochs asks for two, but three are done"
     assert headline(read_run(next((tmp_path / "Models").iterdir())), [])[0][:2] == ("Epochs", 3)
 
 
