@@ -196,13 +196,31 @@ def ants_method(pair, options):
 
 def build_ants_template(job, tell):
     """antspyx's own template of a group. job: {"images", "template": the file to write, "options"} of
-    ants.build_template, which starts at the mean of the images as they lie."""
+    ants.build_template, which starts at the mean of the images as they lie.
+
+    Each round is one call that starts at the template of the round before, as its own loop does, so that an interrupted
+    build continues after its last round. A round's template and its seconds are kept beside the template.
+    """
     import ants
-    started = clocks()
-    found = ants.build_template(image_list=[ants.image_read(path) for path in job["images"]], **job["options"])
-    seconds = spent(started)
+    images, options = [ants.image_read(path) for path in job["images"]], dict(job["options"])
+    found, total = None, [0.0, 0.0]
+    for number in range(1, options.pop("iterations") + 1):
+        kept = Path(job["template"]).with_name(f"round{number}.nii.gz")
+        held = Path(f"{kept}.json")  # written last
+        was = json.loads(held.read_text()) if held.is_file() else {}
+        if was.get("job") == job:
+            found, seconds = ants.image_read(str(kept)), was["seconds"]
+        else:
+            started = clocks()
+            found = ants.build_template(found, images, iterations=1, **options)
+            seconds = spent(started)
+            held.unlink(missing_ok=True)
+            ants.image_write(found, str(kept))
+            held.write_text(json.dumps({"job": job, "seconds": seconds}))
+        total = [one + other for one, other in zip(total, seconds)]
+        print(f"round {number}: {seconds[1]:.0f} CPU seconds", file=sys.stderr, flush=True)
     ants.image_write(found, job["template"])
-    tell(seconds=seconds)
+    tell(seconds=total)
 
 
 def greedy_method(pair, options):
