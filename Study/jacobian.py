@@ -102,8 +102,13 @@ def map_subject(out, smooth_mm, rows, entry, folder, earlier):
     return finish(out, folder, entry, {"fixed": str(entry["fixed"])}, maps, affine, labels, smooth_mm, [])
 
 
-def finish(out, folder, entry, result, maps, affine, labels, smooth_mm, paths):
-    """Write two maps on a grid, and return the row with the change of each label. paths: files written before."""
+def finish(out, folder, entry, result, maps, affine, labels, smooth_mm, paths, before=None):
+    """Write two maps on a grid, and return the row with the change of each label.
+
+    paths: files written before. before: determinants, (*size), of the map from the grid to where volumes were before
+    the change; None for 1 everywhere. A voxel weighs as much as it took up then, so that the mean change is the ratio
+    of a label's two volumes. These depend on its border alone: noise of the map inside does not raise the mean.
+    """
     dims = maps[0].ndim
     if smooth_mm:
         sigma = smooth_mm / np.linalg.norm(affine[:3, :dims], axis=0)
@@ -116,15 +121,16 @@ def finish(out, folder, entry, result, maps, affine, labels, smooth_mm, paths):
     changes = {}
     for value in [] if labels is None else [int(value) for value in np.unique(labels) if value]:
         inside = labels == value
-        changes[str(value)] = {"voxels": int(inside.sum()), "change_percent": percent(maps[0][inside]),
-                               "change_without_affine_percent": percent(maps[1][inside]),
+        weights = None if before is None else before[inside]
+        changes[str(value)] = {"voxels": int(inside.sum()), "change_percent": percent(maps[0][inside], weights),
+                               "change_without_affine_percent": percent(maps[1][inside], weights),
                                "mean_log": float(maps[0][inside].mean())}
     return finished_row({"name": entry["name"], "folder": str(folder), **result, "labels": changes}, entry, out, paths)
 
 
-def percent(logs):
-    """The change of the volume of a region in percent: the mean of the determinants minus 1."""
-    return 100 * float(np.expm1(logs.astype(np.float64)).mean())
+def percent(logs, weights=None):
+    """The change of the volume of a region in percent: the weighted mean of the determinants, minus 1."""
+    return 100 * float(np.average(np.expm1(logs.astype(np.float64)), weights=weights))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,7 +170,8 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
         founds.append(found)
     velocity = 0.5 * (velocities[0] - velocities[1])
     ahead, behind = exponential(0.5 * velocity), exponential(-0.5 * velocity)
-    local = log_determinant(ahead) - log_determinant(behind)
+    before = log_determinant(behind)
+    local = log_determinant(ahead) - before
     maps = [local + np.float32(np.trace(whole)), local]  # log det of an exponential is the trace
     labels = None
     if "labels" in entry:
@@ -178,7 +185,7 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     verdict, reason = max((worst.verdict, worst.reason), judge({**scores_of(worst), "one_sign": ways[0].one_sign}),
                           key=lambda each: VERDICTS.index(each[0]))
     result = {**scores_of(worst), "verdict": verdict, "reason": reason}
-    return finish(out, folder, entry, result, maps, affine, labels, smooth_mm, [folder / MIDDLE])
+    return finish(out, folder, entry, result, maps, affine, labels, smooth_mm, [folder / MIDDLE], np.exp(before))
 
 
 def middle_grid(scans, to_scan):

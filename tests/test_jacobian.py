@@ -12,10 +12,10 @@ from scipy import ndimage
 import OM_study
 from Dataloader.nifti import read_numbers, write_field, write_volume
 from Dataloader.synthetic import make_subject
-from Diffusion.fields import jacobian_determinant
+from Diffusion.fields import exponential, jacobian_determinant
 from Inference.labels import apply_field
 from Study.common import volumes_of
-from Study.jacobian import LOCAL, WHOLE, percent
+from Study.jacobian import LOCAL, WHOLE, log_determinant, percent
 
 SIZE, AFFINE = (22, 24, 20), np.diag([1.5, 1.5, 1.5, 1.0])
 
@@ -61,6 +61,18 @@ def results(tmp_path):
                      "matrix": (grown if name == "grown" else np.eye(4)).tolist()})
     (tmp_path / "reg/results.json").write_text(json.dumps({"pairs": rows, "failed": [], "complete": True}))
     return tmp_path, fields
+
+
+def test_noise_inside_of_a_label_changes_no_volume():
+    """A velocity that ends before the label's border moves nothing across it, so both scans have the same volume."""
+    inside = np.zeros(SIZE, bool)
+    inside[2:20, 2:22, 2:18] = True
+    shaking = np.random.default_rng(0).normal(size=(3, *SIZE)) * ndimage.binary_erosion(inside, iterations=3)
+    velocity = torch.from_numpy(1.2 * ndimage.gaussian_filter(shaking, (0, 1, 1, 1), truncate=2)[None])
+    before = log_determinant(exponential(-0.5 * velocity))
+    change = log_determinant(exponential(0.5 * velocity)) - before
+    assert percent(change[inside]) > 0.4
+    assert percent(change[inside], np.exp(before[inside])) == pytest.approx(0, abs=1e-3)
 
 
 def test_maps_and_table_of_known_fields(results, capsys):

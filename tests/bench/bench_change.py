@@ -2,10 +2,10 @@
 
 The first scan is a crop of a real scan. The second is the same crop, warped by a smooth field that shrinks one label by
 1 % on average: the field's divergence is the label's smoothed mask, so nothing else changes in size. Both get
-independent noise. Prints one line of JSON: the true change and the one in the label's table, in percent; --both
-measures both orders of the scans.
+independent noise. Prints one line of JSON: the true change and those in the label's table, in percent, one for each
+draw of the noise; --both measures both orders of the scans; mean and spread are of all.
 
-    python tests/bench/bench_change.py --data FOLDER --case oasis_1036:35 oasis_1000:35
+    python tests/bench/bench_change.py --data FOLDER --case oasis_1036:35 oasis_1000:35 [--draws N] [--both]
 """
 import argparse
 import contextlib
@@ -89,18 +89,22 @@ def main():
     parser.add_argument("--data", required=True, type=Path, help="folder with imagesTr and labelsTr")
     parser.add_argument("--case", nargs="+", required=True, metavar="NAME:LABEL")
     parser.add_argument("--percent", type=float, default=1.0, help="how much the label shrinks (%(default)s)")
+    parser.add_argument("--draws", type=int, default=1, metavar="N", help="of the noise (%(default)s)")
     parser.add_argument("--both", action="store_true", help="also from the second scan to the first")
     args, found = parser.parse_args(), {}
     for case in args.case:
         name, _, value = case.partition(":")
         image, affine = read_volume(args.data / f"imagesTr/{name}.nii.gz")
         label, _ = read_label(args.data / f"labelsTr/{name}.nii.gz")
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-            made = write_scans(Path(folder), image, label, affine, int(value), args.percent)
-            found[case] = {"made": round(made, 3), "found": round(found_percent(Path(folder), "one", "two"), 3)}
-            if args.both:
-                found[case]["found_back"] = round(found_percent(Path(folder), "two", "one"), 3)
-    print(json.dumps(found))
+        for seed in range(args.draws):
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+                made = write_scans(Path(folder), image, label, affine, int(value), args.percent, seed)
+                held = found.setdefault(case, {"made": round(made, 3), "found": []})
+                held["found"].append(round(found_percent(Path(folder), "one", "two"), 3))
+                if args.both:
+                    held.setdefault("found_back", []).append(round(found_percent(Path(folder), "two", "one"), 3))
+    values = [value for held in found.values() for value in held["found"]]
+    print(json.dumps({**found, "mean": round(float(np.mean(values)), 3), "spread": round(float(np.std(values)), 3)}))
 
 
 if __name__ == "__main__":
