@@ -65,6 +65,12 @@ def thinning(shape):
     return next(step for step in itertools.count(1) if math.prod(-(-n // step) for n in shape) <= MOST_VOXELS)
 
 
+def corners(shape):
+    """The corner voxels of a grid with up to three axes, as homogeneous columns: (4, number of corners)."""
+    return np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
+                     for index in np.ndindex(*[2] * len(shape))], np.float64).T
+
+
 def same_grid(shape, affine, other_shape, other_affine):
     """Whether two grids have the same shape and corners at most SAME_GRID voxels apart along each axis.
 
@@ -73,9 +79,8 @@ def same_grid(shape, affine, other_shape, other_affine):
     """
     if tuple(shape) != tuple(other_shape):
         return False
-    corners = np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
-                        for index in np.ndindex(*[2] * len(shape))], np.float64).T
-    return bool(np.abs(np.linalg.inv(affine) @ other_affine @ corners - corners)[:len(shape)].max() <= SAME_GRID)
+    ends = corners(shape)
+    return bool(np.abs(np.linalg.inv(affine) @ other_affine @ ends - ends)[:len(shape)].max() <= SAME_GRID)
 
 
 def require_same_grid(what, shape, affine, other, other_shape, other_affine, advice):
@@ -116,9 +121,8 @@ def foreground_box(inside):
     """
     if not inside.any():
         return np.array([[0] * inside.ndim, inside.shape])
-    spans = [np.flatnonzero(inside.any(tuple(a for a in range(inside.ndim) if a != axis)))
-             for axis in range(inside.ndim)]
-    return np.array([[span[0] for span in spans], [span[-1] + 1 for span in spans]])
+    (spans,) = ndimage.find_objects(inside.astype(np.int8))
+    return np.array([[span.start for span in spans], [span.stop for span in spans]])
 
 
 def varying_box(images, least=4):
@@ -179,8 +183,8 @@ def to_grid(array, affine, size, spacing_mm, order=1, box=None):
     scale, offset, new_affine = grid_transform(array.shape, affine, size, spacing_mm, box)
     size = tuple(np.broadcast_to(size, (array.ndim,)).tolist())
     array = array.astype(np.float32 if order else array.dtype, copy=False)
-    if np.all(np.abs(scale - 1) < 1e-4) and np.all(np.abs(offset - np.round(offset)) < 1e-3):
-        return _crop_or_pad(array, np.round(offset).astype(int), size), new_affine
+    if (scale == 1).all():
+        return _crop_or_pad(array, offset.astype(int), size), new_affine
     sigma = np.where(scale > SMOOTH_ABOVE, SMOOTH_SIGMA * scale, 0)
     if order and sigma.any():
         array = ndimage.gaussian_filter(array, sigma, mode="nearest")

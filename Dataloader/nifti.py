@@ -10,6 +10,7 @@ A field is (N, *spatial) on the fixed grid, displacement in voxels, channel 0 al
 of the fixed volume corresponds to A_moving^-1 A_fixed (x + field(x)) in the moving one. If a header names another unit
 of length, ITK converts the grid but not the vectors, which are millimetres in every file.
 """
+import contextlib
 import gzip
 import math
 import re
@@ -21,7 +22,7 @@ import numpy as np
 from scipy import ndimage
 
 from Dataloader import formats
-from Dataloader.grids import slabs
+from Dataloader.grids import corners, slabs
 from Runtime.config import plain_number
 from Runtime.errors import InputError
 from Runtime.files import require_file, write_file
@@ -76,29 +77,13 @@ def read_channels(path, dims=3, count=1):
     Returns: list of `count` arrays, each as `read_volume` returns it; affine 4x4 float64.
     Raises InputError as `read_volume` does, and for another number of images.
     """
-    image = open_nifti(path)
-    if count == 1 or math.prod(image.shape[dims:]) == 1:
-        array, affine = read_volume(path, dims)
-        arrays = [array]
-    else:
-        arrays = np.moveaxis(read_voxels(path, image).reshape(_channel_shape(path, image.shape, dims)), -1, 0)
-        arrays, affine = [checked_image(path, array) for array in arrays], read_affine(path, image, dims)
+    array, affine = _read(path, dims, count)
+    arrays = [checked_image(path, each) for each in ([array] if array.ndim == dims else np.moveaxis(array, -1, 0))]
     if len(arrays) != count:
         raise InputError(f"{path}: {len(arrays)} of {count} channels (data.channels); name the files of all channels "
                          "together in the data list, or correct the key.")
     return arrays, affine
 
-
-def _channel_shape(path, shape, dims):
-    """Shape of a file of several images, (*spatial, channels), without further axes of length 1.
-
-    NIfTI's fourth axis is time; files without one may have their channels along the fifth.
-    """
-    spatial, rest = tuple(shape[:dims]), [n for n in shape[dims:] if n != 1]
-    if len(rest) != 1 or min(spatial) < 1:
-        raise InputError(f"{path}: shape {tuple(shape)} is not {dims}D plus one axis for the channels; split it "
-                         f"into one {dims}D file per channel.")
-    return (*spatial, *rest)
 
 
 def checked_image(path, array):
@@ -185,9 +170,7 @@ def read_header(path, dims=3, channels=1):
     the whole file is read.
     """
     image = open_nifti(path)
-    if channels > 1 and math.prod(image.shape[dims:]) != 1:
-        return _channel_shape(path, image.shape, dims)[:dims], read_affine(path, image, dims)
-    return _squeezed_shape(path, image.shape, dims), read_affine(path, image, dims)
+    return _squeezed_shape(path, image.shape, dims, channels)[:dims], read_affine(path, image, dims)
 
 
 def open_nifti(path):
@@ -312,11 +295,8 @@ def placement_doubts(path, dims=3):
         return [f"{path}: the voxels of its sform measure {sizes[0]}, those of its pixdim {sizes[1]}. OmniMorph uses "
                 "the sform, ITK and FSL mostly pixdim; correct the wrong one."]
     if has_sform and has_qform:
-        shape = np.maximum(np.array(header.get_data_shape()[:3]), 1)
-        corners = np.array(list(np.ndindex(*[2] * len(shape)))) * (shape - 1)
-        corners = np.pad(corners, ((0, 0), (0, 3 - len(shape))))
-        apart = np.linalg.norm(corners @ (sform - qform)[:3, :3].T + (sform - qform)[:3, 3], axis=1).max()
-        if apart > PLACED_APART * np.linalg.norm(sform[:3, :dims], axis=0).min():
+        apart = np.linalg.norm((sform - qform) @ corners(header.get_data_shape()[:3]), axis=0).max()
+        if apart > PLACED_APART * lengths.min():
             return [f"{path}: its sform and qform differ by up to {mm_of_unit(header) * apart:.1f} mm. OmniMorph uses "
                     "the sform, ITK mostly the qform; make them equal, or set the code of the wrong one to 0."]
     return []
@@ -351,30 +331,27 @@ def write_volume(path, array, affine, header=None):
         return
     if ends_in(path, FREESURFER):
         image = nibabel.MGHImage(_for_freesurfer(path, array), affine)
-        write_file(path, lambda file: _write_nifti(file, image, ends_in(path, ".mgz")))
-        return
-    if header is not None:
-        affine[:3] /= mm_of_unit(header)
-    kind = nibabel.Nifti2Image if max(array.shape) > np.iinfo(np.int16).max else nibabel.Nifti1Image
-    image = kind(array, affine, header, dtype=array.dtype)
-    # The codes come from the given header: nibabel resets those of its copy if the affine differs.
-    # A qform cannot express shear; with the shear dropped, ITK would place the volume elsewhere.
-    qform_code = (1 if header is None else int(header["qform_code"]) or 1) if is_rigid_and_scaled(affine[:3, :3]) else 0
-    image.set_qform(affine, qform_code)
-    image.set_sform(affine, 1 if header is None else int(header["sform_code"]) or 1)
-    if not int(image.header["xyzt_units"]) & 7:
-        image.header["xyzt_units"] |= 2  # millimetres; the unit of time stays
-    write_file(path, lambda file: _write_nifti(file, image, ends_in(path, ".gz")))
+    else:
+        if header is not None:
+            affine[:3] /= mm_of_unit(header)
+        kind = nibabel.Nifti2Image if max(array.shape) > np.iinfo(np.int16).max else nibabel.Nifti1Image
+        image = kind(array, affine, header, dtype=array.dtype)
+        # The codes come from the given header: nibabel resets those of its copy if the affine differs.
+        # A qform cannot express shear; with the shear dropped, ITK would place the volume elsewhere.
+        qform_code, sform_code = (1 if header is None else int(header[name]) or 1
+                                  for name in ("qform_code", "sform_code"))
+        image.set_qform(affine, qform_code if is_rigid_and_scaled(affine[:3, :3]) else 0)
+        image.set_sform(affine, sform_code)
+        if not int(image.header["xyzt_units"]) & 7:
+            image.header["xyzt_units"] |= 2  # millimetres; the unit of time stays
 
+    def write(file):
+        # No name and no time in the gzip header, so that the same content gives the same bytes.
+        with (gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) if ends_in(path, (".gz", ".mgz"))
+              else contextlib.nullcontext(file)) as stream:
+            image.to_stream(stream)
 
-def _write_nifti(file, image, compressed):
-    """Write a nibabel image into an open binary file, with the bytes that nibabel.save would write."""
-    if not compressed:
-        image.to_stream(file)
-        return
-    # No name and no time in the gzip header, so that the same content gives the same bytes.
-    with gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as stream:
-        image.to_stream(stream)
+    write_file(path, write)
 
 
 def _for_freesurfer(path, array):
@@ -389,11 +366,10 @@ def _for_freesurfer(path, array):
     return array.astype(np.int32)
 
 
-def _read(path, dims):
-    """Voxels in the file's own (scaled) dtype with `dims` axes, and the checked affine."""
-    path = Path(path)
+def _read(path, dims, channels=1):
+    """Voxels in the file's own (scaled) dtype, (*spatial) or (*spatial, channels), and the checked affine."""
     image = open_nifti(path)
-    shape = _squeezed_shape(path, image.shape, dims)
+    shape = _squeezed_shape(path, image.shape, dims, channels)
     affine = read_affine(path, image, dims)
     return read_voxels(path, image).reshape(shape), affine
 
@@ -465,9 +441,19 @@ def one_plane(shape):
             "last axis; reorder the axes, for example with numpy.moveaxis or fslswapdim.")
 
 
-def _squeezed_shape(path, shape, dims):
-    """Shape without trailing axes of length 1, which must leave `dims` axes."""
+def _squeezed_shape(path, shape, dims, channels=1):
+    """Shape without trailing axes of length 1, which must leave `dims` axes.
+
+    channels: with more than 1, a file may hold several images, and gives (*spatial, images). NIfTI's fourth axis is
+    time; files without one may have their channels along the fifth.
+    """
     kept = shape = tuple(map(int, shape))
+    if channels > 1 and math.prod(shape[dims:]) != 1:
+        kept = (*shape[:dims], *(n for n in shape[dims:] if n != 1))
+        if len(kept) != dims + 1 or min(shape[:dims]) < 1:
+            raise InputError(f"{path}: shape {shape} is not {dims}D plus one axis for the channels; split it into one "
+                             f"{dims}D file per channel.")
+        return kept
     while kept and kept[-1] == 1:
         kept = kept[:-1]
     if dims == 2 and len(kept) == 3 and 1 in kept:
@@ -638,12 +624,12 @@ def read_points(path):
     require_file(path)
     lines = [line for line in _text(path.read_bytes()).splitlines() if line.strip()]
     rows = [_cells(line) for line in lines]
-    if rows and not all(_is_number(cell) for cell in rows[0]):  # names may have blanks: the header's separator decides
+    columns, first = (0, 1, 2), 0
+    if rows and None in map(_number, rows[0]):
+        # Names may have blanks: the header's separator decides.
         separator = next((each for each in "\t;," if each in lines[0]), None)
         rows = [[cell.strip() for cell in line.split(separator)] if separator and separator in line else _cells(line)
                 for line in lines]
-    columns, first = (0, 1, 2), 0
-    if rows and not all(_is_number(cell) for cell in rows[0]):
         names = [re.sub(r"[\W_]*mm\W*$", "", cell.strip("\"' ").lower()) for cell in rows[0]]
         if sorted(name for name in names if name in ("x", "y", "z")) != ["x", "y", "z"]:
             raise InputError(f"{path}: its header {', '.join(rows[0])} does not name the columns x, y and z; correct "
@@ -651,11 +637,11 @@ def read_points(path):
         columns, first = tuple(names.index(axis) for axis in "xyz"), 1
     points_mm = []
     for number, row in enumerate(rows[first:], first + 1):
-        wanted = len(rows[0]) if first else 3
-        if len(row) != wanted or not all(_is_number(row[column]) for column in columns):
+        point_mm = [_number(row[column]) for column in columns] if len(row) == (len(rows[0]) if first else 3) else [None]
+        if None in point_mm:
             advice = "" if first or len(row) < 4 else "; a header row must name the columns x, y and z"
             raise InputError(f"{path} row {number}: {', '.join(row)} is not x, y, z in millimetres{advice}.")
-        points_mm.append([_number(row[column]) for column in columns])
+        points_mm.append(point_mm)
     if not points_mm:
         raise InputError(f"{path}: the file has no landmarks; write x,y,z in millimetres in each row.")
     return np.array(points_mm)
@@ -684,11 +670,9 @@ def _cells(line):
 
 
 def _number(cell):
-    return plain_number(cell.replace(",", "."))
-
-
-def _is_number(cell):
+    """The finite number in a cell, with a decimal point or comma, or None."""
     try:
-        return math.isfinite(_number(cell))
+        number = plain_number(cell.replace(",", "."))
     except ValueError:
-        return False
+        return None
+    return number if math.isfinite(number) else None
