@@ -1,6 +1,7 @@
 """Data sets and batches: volumes on the training grid, read from a prepared cache or from NIfTI files."""
 import atexit
 import collections
+import dataclasses
 import itertools
 import math
 import multiprocessing
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_convert
 from tqdm import tqdm
 
 from Dataloader.cache import Rows, open_cache, settings
@@ -53,29 +54,23 @@ def as_float(images):
     return result
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class VolumeDataset:
-    """Volumes by number.
+    """Volumes by number: images[i], labels[i] and masks[i] are (D, H, W), images with several channels (C, D, H, W)."""
 
-    items: from the datalist or the cache. images, labels, masks: indexed by number, each a (D, H, W) array, images with
-    several channels (C, D, H, W); a label or mask is read only if the item has one. rule: which pairs are permitted,
-    from `pair_rule`. hold: an open lock file that lives as long as this object, so that the cache is not removed.
-    channels: C.
-    Further attributes: subjects, (N,) int64, the `subject_key` of each volume; found_labels, from `find_labels`, or
-    None; labelled, from `labelled_volumes`, or None; loader, made once by `epoch_batches`.
-    """
+    items: list  # from the datalist or the cache; a label or mask is read only if the item has one
+    images: object
+    labels: object
+    rule: dict | None  # which pairs are permitted, from `pair_rule`
+    hold: object = None  # an open lock file that lives as long as this object, so that the cache is not removed
+    masks: object = None
+    channels: int = 1
+    found_labels: list | None = None  # from `find_labels`
+    labelled: dict | None = None  # from `labelled_volumes`
+    loader: DataLoader | None = None  # made once by `epoch_batches`
 
-    def __init__(self, items, images, labels, rule, hold=None, masks=None, channels=1):
-        self.items = items
-        self.images = images
-        self.labels = labels
-        self.masks = masks
-        self.channels = channels
-        self.rule = rule
-        self.hold = hold
-        self.subjects = torch.tensor([subject_key(item["subject"]) for item in items], dtype=torch.int64)
-        self.found_labels = None
-        self.labelled = None
-        self.loader = None
+    def __post_init__(self):
+        self.subjects = torch.tensor([subject_key(item["subject"]) for item in self.items], dtype=torch.int64)  # (N,)
 
     def __len__(self):
         return len(self.items)
@@ -102,33 +97,21 @@ class Files:
 
 
 class Maps:
-    """The label maps or masks of all volumes, by number: (D, H, W) int16, constant for a volume that has none.
+    """The label maps or masks of all volumes, by number: (D, H, W) int16.
 
-    arrays: the maps by number, of the volumes that have one. has: (N,) bool, whether a volume has one. size: of the
-    grid. missing: the constant.
+    A volume without one gets NO_LABELS, or a mask of ones: all of it counts. kind: "label" or "mask". size: of the
+    grid.
     """
 
-    def __init__(self, arrays, has, size, missing):
-        self.arrays, self.has, self.size, self.missing = arrays, has, size, missing
+    def __init__(self, dataset, kind, size):
+        self.arrays, self.missing = (dataset.labels, NO_LABELS) if kind == "label" else (dataset.masks, 1)
+        self.has = np.array([bool(item[kind]) for item in dataset.items])
+        self.size = size
 
     def __getitem__(self, index):
         if not self.has[index]:
             return np.full(self.size, self.missing, np.int16)
         return np.asarray(self.arrays[index], np.int16)
-
-
-def pair_maps(dataset, cfg):
-    """What mode 3 reads besides the images: {"label": Maps, "mask": Maps}, only the kinds that the config uses.
-
-    A volume without a mask gets a mask of ones: all of it counts.
-    """
-    sources = {"label": (dataset.labels, NO_LABELS), "mask": (dataset.masks, 1)}
-    maps = {}
-    for kind in wanted_maps(cfg):
-        arrays, missing = sources[kind]
-        has = np.array([bool(item[kind]) for item in dataset.items])
-        maps[kind] = Maps(arrays, has, cfg["data.img_size"], missing)
-    return maps
 
 
 def wanted_maps(cfg):
@@ -145,7 +128,7 @@ class Batches(Dataset):
     """The part of a data set that goes to loader workers: batches by (position, index) or (position, index, "pair").
 
     The position in the epoch's order keys the random draws; the index selects the volume. channels: of an image.
-    maps: from `pair_maps`, read only for the volumes of pairs.
+    maps: {kind: Maps}, read only for the volumes of pairs.
     """
 
     def __init__(self, images, channels, maps):
@@ -166,10 +149,6 @@ def stacked(arrays, indices, channels=1):
     return batch.unsqueeze(1) if channels == 1 else batch
 
 
-def as_it_is(batch):
-    """A collate function for ready batches; a lambda could not be pickled for a worker."""
-    return batch
-
 
 def make_loader(dataset, batch_list, cfg):
     """A DataLoader over given batches.
@@ -183,8 +162,9 @@ def make_loader(dataset, batch_list, cfg):
         # spawn: a forked worker inherits the locks of the accelerator's driver, which another thread may hold.
         options = {"prefetch_factor": cfg["data.prefetch_factor"], "multiprocessing_context": "spawn",
                    "persistent_workers": True, "worker_init_fn": leave_signals_to_the_rank}
-    return DataLoader(Batches(dataset.images, dataset.channels, pair_maps(dataset, cfg)), batch_sampler=batch_list,
-                      collate_fn=as_it_is, num_workers=workers, **options)
+    maps = {kind: Maps(dataset, kind, cfg["data.img_size"]) for kind in wanted_maps(cfg)}
+    return DataLoader(Batches(dataset.images, dataset.channels, maps), batch_sampler=batch_list,
+                      collate_fn=default_convert, num_workers=workers, **options)
 
 
 def workers_of(cfg):
@@ -411,21 +391,15 @@ def labelled_volumes(items, cfg):
 
 
 def find_labels(dataset, ranks, cfg):
-    """The labels for loss.dice that occur in this rank's part of the label maps: sorted list of ints."""
-    labelled = [number for number, item in enumerate(dataset.items) if item["label"]]
-    own = labelled[ranks.rank::ranks.world_size]
-    return labels_in(dataset, tqdm(own, "finding labels", unit="vol", leave=False, delay=1, disable=ranks.rank > 0),
-                     cfg)
-
-
-def labels_in(dataset, numbers, cfg):
-    """The labels for loss.dice that occur in the maps of some volumes: sorted list of ints.
+    """The labels for loss.dice that occur in this rank's part of the label maps: sorted list of ints.
 
     Background (0) does not count, nor do labels that registration.labels leaves out.
     """
+    labelled = [number for number, item in enumerate(dataset.items) if item["label"]]
     found, wanted = set(), cfg["registration.labels"].strip()
     spans = read_ranges(wanted, "registration.labels") if wanted else [range(1, 2 ** 15)]
-    for number in numbers:
+    for number in tqdm(labelled[ranks.rank::ranks.world_size], "finding labels", unit="vol", leave=False, delay=1,
+                       disable=ranks.rank > 0):
         watchdog.goes_on()
         found.update(np.unique(dataset.labels[number]).tolist())
     return [label for label in sorted(found) if label > 0 and any(label in span for span in spans)]
@@ -440,19 +414,16 @@ def make_dataset(items, rule, what, kinds, cache, cfg, in_memory, show):
     if cache:
         number_of = {item["id"]: number for number, item in enumerate(cache["items"])}
         numbers = [number_of[item["id"]] for item in items]
-        groups = [cache["groups"][number] for number in numbers]
-        rows = [cache["rows"][number] for number in numbers]
+        places = [[cache[name][number] for number in numbers] for name in ("groups", "rows")]
         # Pages of a copy in memory count as this process's own; maps kept open look like a leak until all are in use.
-        images, labels, masks = (Rows(cache["folder"], kind, groups, rows, keep=not cache["staged"]) for kind in KINDS)
-        return VolumeDataset(items, images, labels, rule, cache["hold"], masks, cfg["data.channels"])
-    if in_memory:
+        images, labels, masks = (Rows(cache["folder"], kind, *places, keep=not cache["staged"]) for kind in KINDS)
+    elif in_memory:
         # Reading all at once also finds every bad file before the training starts.
-        bar = tqdm(items, f"reading {what}", unit="vol", leave=False, disable=not show)
         volumes = []
-        for item in bar:
+        for item in tqdm(items, f"reading {what}", unit="vol", leave=False, disable=not show):
             watchdog.goes_on()
             volumes.append(on_grid(item, cfg, kinds))
         images, labels, masks = ([volume[kind] for volume in volumes] for kind in KINDS)
     else:
         images, labels, masks = (Files(items, kind, cfg) for kind in KINDS)
-    return VolumeDataset(items, images, labels, rule, masks=masks, channels=cfg["data.channels"])
+    return VolumeDataset(items, images, labels, rule, cache and cache["hold"], masks, cfg["data.channels"])

@@ -123,7 +123,9 @@ def open_itk(path):
         size, affine[:3, 2] = (*size[:2], count), TO_LPS[:3, :3] @ _step_between(path, headers)
     elif Path(path).suffix.lower() == ".dcm" and size[2:] == (1,) and not os.path.isdir(path):
         raise InputError(f"{path}: this is one slice of a DICOM series; give the folder with all of its slices.")
-    types, number = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}, _number_type(sitk, headers)
+    types, kinds = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}, {h.GetPixelID() for h in headers}
+    # Slices may differ in their type, as with a scale for each (PET).
+    number = kinds.pop() if len(kinds) == 1 else sitk.sitkFloat64
     if first.GetNumberOfComponents() != 1 or number not in types:
         raise InputError(f"{path}: each voxel must be one real number, but the type is "
                          f"{sitk.GetPixelIDValueAsString(number)}; convert the volume.")
@@ -157,11 +159,6 @@ def _header(sitk, file, path):
     return reader
 
 
-def _number_type(sitk, headers):
-    """ITK's type of the numbers of a volume: float64 where its slices have several, as with a scale for each (PET)."""
-    kinds = {header.GetPixelID() for header in headers}
-    return kinds.pop() if len(kinds) == 1 else sitk.sitkFloat64
-
 
 def _step_between(path, headers):
     """The step from slice to slice, (3,) mm, LPS. Raises InputError for steps, sizes or directions that differ."""
@@ -174,7 +171,7 @@ def _step_between(path, headers):
     if np.linalg.norm(step) < LEAST_STEP_MM:
         raise InputError(f"{path}: all slices lie at one place, as in a time series or without positions; convert it "
                          "to .nii.gz.")
-    if np.linalg.norm(steps - step, axis=1).max() > UNEVEN * max(np.linalg.norm(step), 1e-3):
+    if np.linalg.norm(steps - step, axis=1).max() > UNEVEN * np.linalg.norm(step):
         lengths = np.linalg.norm(steps, axis=1)
         raise InputError(f"{path}: the distances between its {len(headers)} slices range from {lengths.min():.2f} to "
                          f"{lengths.max():.2f} mm, so slices are missing or several volumes are mixed: put the "

@@ -14,7 +14,7 @@ from scipy.io.matlab import MatReadError
 
 from Dataloader import formats
 from Dataloader.formats import TO_LPS
-from Dataloader.nifti import from_itk, read_field, read_header, read_raw_header, require_one_plane, to_itk
+from Dataloader.nifti import ends_in, from_itk, read_field, read_header, read_raw_header, require_one_plane, to_itk
 from Runtime.errors import InputError
 from Runtime.files import require_file, write_file
 
@@ -26,7 +26,7 @@ VOX_TO_VOX, RAS_TO_RAS = 0, 1  # FreeSurfer's types of transform in a .lta file
 
 def is_field(path):
     """Whether a path names a field, not a matrix."""
-    return Path(path).name.lower().endswith(FIELDS)
+    return ends_in(path, FIELDS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -90,10 +90,11 @@ def read_source(source, name, affine=None):
         return Volume(array, affine, str(source), image.header, stored_type(source), Path(source).absolute())
     name = str(getattr(source, "get_filename", lambda: None)() or name)
     array, own, header = in_memory(source, name)
-    if own is None and affine is None:
+    affine = affine if own is None else own
+    if affine is None:
         warnings.warn(f"{name}: an array alone has no spacing, so voxels of 1 mm are assumed; give (array, affine) if "
                       "that is wrong.", stacklevel=4)
-    affine = next((each for each in (own, affine) if each is not None), np.eye(4))
+        affine = np.eye(4)
     return Volume(checked_image(name, array), affine, name, header, array.dtype)
 
 
