@@ -121,14 +121,13 @@ def make_view(label, field, seed, number, view):
     image = render(label, seed, number, contrast_of(view))
     image = ndimage.map_coordinates(image, points, order=1, mode="grid-constant")
     label = ndimage.map_coordinates(label, points, order=0, mode="grid-constant")
-    grid = view_grid(rng, label.shape, seed, number)
-    scale, offset, shape = grid["scale"], grid["offset"], grid["shape"]
+    scale, offset, shape, affine = view_grid(rng, label.shape, seed, number)
     sigma = np.hypot(rng.uniform(0, BLUR), np.where(scale > 1.5, 0.4 * scale, 0))  # a thick slice averages over depth
     image = ndimage.gaussian_filter(image, sigma, mode="nearest")
     image = ndimage.affine_transform(image, scale, offset, shape, order=1, mode="grid-constant")
     label = ndimage.affine_transform(label, scale, offset, shape, order=0, mode="grid-constant")
     image = _as_measured(rng, np.clip(image, 0, 1))
-    return {"image": np.rint(1000 * image).astype(np.int16), "label": label.astype(np.uint8), "affine": grid["affine"]}
+    return {"image": np.rint(1000 * image).astype(np.int16), "label": label.astype(np.uint8), "affine": affine}
 
 
 def _as_measured(rng, image):
@@ -143,7 +142,7 @@ def view_grid(rng, size, seed, number):
     """The grid of a view: voxel i lies at scale * i + offset in the anatomy.
 
     rng: of the view. size, seed, number: of the anatomy, which sets the base field of view and the voxel side in mm.
-    Returns: dict of scale and offset, (N,); shape, N ints; affine, 4x4 to the world in mm.
+    Returns: scale and offset, (N,); shape, N ints; affine, 4x4 to the world in mm.
     """
     of_anatomy, size = _rng(seed, "field of view", number), np.array(size)
     dims = len(size)
@@ -162,7 +161,7 @@ def view_grid(rng, size, seed, number):
     affine[:dims, 3] = offset * voxel_mm
     if dims == 2:
         affine[2, 2] = voxel_mm
-    return {"scale": scale, "offset": offset, "shape": tuple(shape.tolist()), "affine": affine}
+    return scale, offset, tuple(shape.tolist()), affine
 
 
 def smooth_noise(rng, size, cells):

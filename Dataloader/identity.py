@@ -10,14 +10,14 @@ from Runtime import agree
 from Runtime.errors import InputError
 from Runtime.files import csv_text
 
+COLUMNS = ("id", "subject", "split", "bytes")  # what is stored about a volume; bytes: size of the image file
 MOST_LABELS = 64  # limit for loss.dice
 
 
 def describe_data(cfg, dataset, held_out):
-    """A run's data as a checkpoint stores them, as JSON: the name, and id, subject, split and bytes of each volume.
+    """A run's data as a checkpoint stores them, as JSON: the name, and COLUMNS of each volume, not where the files lie.
 
-    dataset, held_out: training and validation VolumeDataset. bytes: size of the image file. The location of the files
-    does not matter.
+    dataset, held_out: training and validation VolumeDataset.
     """
     rows = []
     for split, volumes in (("train", dataset), ("val", held_out)):
@@ -29,11 +29,11 @@ def describe_data(cfg, dataset, held_out):
 
 def as_csv(described):
     """The volumes of `describe_data` as a CSV table for people."""
-    return csv_text([("id", "subject", "split", "bytes"), *volumes_of(described)])
+    return csv_text([COLUMNS, *volumes_of(described)])
 
 
 def volumes_of(described):
-    """The [id, subject, split, bytes] of each volume. described: from `describe_data`."""
+    """The values of COLUMNS for each volume. described: from `describe_data`."""
     return json.loads(described)["volumes"]
 
 
@@ -95,19 +95,17 @@ def compare_data(before, now, path):
         raise InputError(f"{path} was trained on {some(moved)}, which would now be held out for validation: set the "
                          "data.* keys or the list back (data.val_fraction=0 if none was held out), or start a new run "
                          "with --fresh.")
-    both = old.keys() & new.keys()
-    now_trained = {one for one in both if old[one]["split"] == "val" and new[one]["split"] == "train"}
-    changes = {"added": new.keys() - old.keys(), "gone": old.keys() - new.keys(), "of other content": both - set(same),
-               "trained on instead of held out": now_trained}
+    # Besides the seed, the order of an epoch depends on the ids of the training volumes alone.
+    old_order, new_order = ({identity for identity, row in rows.items() if row["split"] == "train"}
+                            for rows in (old, new))
+    changes = {"added": new.keys() - old.keys(), "gone": old.keys() - new.keys(),
+               "of other content": (old.keys() & new.keys()) - set(same),
+               "trained on instead of held out": (new_order & old.keys()) - old_order}
     said = [f"volumes {what}: {len(names)} ({some(sorted(names))})" for what, names in changes.items() if names]
-    return order(old) != order(new), said
+    return old_order != new_order, said
 
 
 def by_id(described):
-    """{id: dict of id, subject, split, bytes}. described: from `describe_data`."""
-    return {row[0]: dict(zip(("id", "subject", "split", "bytes"), row)) for row in volumes_of(described)}
+    """{id: dict of COLUMNS}. described: from `describe_data`."""
+    return {row[0]: dict(zip(COLUMNS, row)) for row in volumes_of(described)}
 
-
-def order(volumes):
-    """The ids of the training volumes, sorted: besides the seed, the order of an epoch depends on these alone."""
-    return sorted(identity for identity, row in volumes.items() if row["split"] == "train")

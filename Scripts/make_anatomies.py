@@ -9,6 +9,7 @@ numbers, the size and the config. After a kill, run the same command again to co
 input.
 """
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -108,13 +109,10 @@ def write_anatomies(args):
     tasks = [(args.out, number, args.views, size, args.seed, cfg) for number in range(args.count)
              if not all((args.out / "imagesTr" / name).exists() for name in names(number, args.views))]
     with tqdm(total=args.count, initial=args.count - len(tasks), desc=f"writing {args.out}", unit="anatomy") as bar:
-        if args.workers > 1 and len(tasks) > 1:
-            for _ in run_tasks(write_anatomy, tasks, args.workers, args.out):
-                bar.update()
-        else:
-            for task in tasks:
-                write_anatomy(*task)
-                bar.update()
+        in_parallel = args.workers > 1 and len(tasks) > 1
+        for _ in (run_tasks(write_anatomy, tasks, args.workers, args.out) if in_parallel
+                  else itertools.starmap(write_anatomy, tasks)):
+            bar.update()
     write_file(args.out / "dataset.json", json.dumps(content_of(args, cfg["model.dims"]), indent=1) + "\n")
     print(f"{args.out / 'dataset.json'}: {args.count} anatomies in {args.views} views each")
     return DONE

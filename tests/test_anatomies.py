@@ -130,8 +130,8 @@ def test_views_share_a_world_and_differ_in_fields_of_view_and_spacings():
         # In mm, the slab under a voxel is the one that the anatomy has there, in every view.
         mm = made["affine"][0, 0] * np.arange(made["label"].shape[0]) + made["affine"][0, 3]
         middle = made["label"][:, made["label"].shape[1] // 2, made["label"].shape[2] // 2]
-        grid = anatomies.view_grid(np.random.default_rng(0), SIZE, 0, 5)
-        places = mm / (grid["affine"][0, 0] / grid["scale"][0])  # in voxels of the anatomy
+        scale, _, _, affine = anatomies.view_grid(np.random.default_rng(0), SIZE, 0, 5)
+        places = mm / (affine[0, 0] / scale[0])  # in voxels of the anatomy
         within = (places > 0.6) & (places < SIZE[0] - 1.6) & (np.abs((places + 0.5) % 4 - 2) < 1.4)
         assert within.sum() > 2 and (middle[within] == np.round(places[within]) // 4).all()
     assert len(shapes) > 3 and np.ptp(spacings, axis=0).max() > 0
