@@ -562,7 +562,7 @@ def main(argv=None):
         number = passing_fault(error)
         if number:  # not bad input: end as a crash, so that the launcher tries again
             raise OSError(number, sentence) from error
-        watchdog.event("refused", error=sentence, phase=watchdog.STATE.get("name", "start"))
+        watchdog.event("refused", error=sentence, phase=watchdog.STATE["name"])
         print(f"error: {sentence}", file=sys.stderr)
         release(remove=True)
         code = STOP

@@ -29,7 +29,8 @@ MOST_PENDING = 2 ** 20  # bytes of log that wait for space on a full disk; beyon
 # Phases that are not part of every step: each is timed on its own.
 ONE_OFF = ("start", "meet", "data set", "stage", "join", "restore", "epoch", "evaluate", "checkpoint", "refresh",
            "profile", "leave", "exit")
-STATE = {"file": None, "stop": None, "beat": lambda: None}  # beat: tells other ranks that this one makes progress
+# beat: tells other ranks that this one makes progress
+STATE = {"file": None, "stop": None, "beat": lambda: None, "name": "start", "mode": ""}
 
 
 def start(run, rank, attempt, cfg, launcher):
@@ -79,35 +80,16 @@ def _note_signal(number, frame):
             os.write(2, b"\nCtrl-C: saves and leaves after this step; once more ends at once\n")
 
 
-def phase(name, mode=""):
+def phase(name, mode="", moves=True):
     """Enter a phase: write the breadcrumb and arm the deadline. All ranks enter the same phases in the same order.
 
-    A phase of many parts is entered again for each part, so that waiting ranks see this one make progress.
+    A phase of many parts is entered again for each part, so that waiting ranks see this one make progress. It is not
+    counted again: a rank with more parts is no further than others. moves: whether a part is done.
     """
     if STATE["file"] is None:
         return
-    repeated = (STATE["name"], STATE["mode"]) == (name, mode) and STATE["number"] > 0
-    _enter(name, mode, repeated)
-    if repeated:
-        STATE["beat"]()
-
-
-def goes_on():
-    """Enter the current phase again, since a part of it is done. No effect outside the main thread."""
-    if STATE["file"] is not None and threading.current_thread() is threading.main_thread():
-        phase(STATE["name"], STATE["mode"])
-
-
-def wait_on():
-    """Restart the deadline of this phase: a rank that this one waits for has made progress, this one has not."""
-    if STATE["file"] is not None:
-        _enter(STATE["name"], STATE["mode"], repeated=True)
-
-
-def _enter(name, mode, repeated):
-    """repeated: the phase continues and is not counted again: a rank with more parts is no further than others."""
-    now = time.monotonic()
-    last = STATE["name"], STATE["mode"]
+    now, last = time.monotonic(), (STATE["name"], STATE["mode"])
+    repeated = last == (name, mode) and STATE["number"] > 0
     STATE["spent"][STATE["name"]] += now - STATE["since"]
     if last != (name, mode):  # else its duration is not known yet
         STATE["lately"][last] = now - STATE["entered"]
@@ -119,6 +101,19 @@ def _enter(name, mode, repeated):
     _write(b"")
     if sys.platform != "darwin":  # its timer runs on while the machine sleeps, and there a single rank trains alone
         faulthandler.dump_traceback_later(STATE["deadline"], exit=True, file=STATE["stack"])
+    if repeated and moves:
+        STATE["beat"]()
+
+
+def goes_on():
+    """Enter the current phase again, since a part of it is done. No effect outside the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        phase(STATE["name"], STATE["mode"])
+
+
+def wait_on():
+    """Restart the deadline of this phase: a rank that this one waits for has made progress, this one has not."""
+    phase(STATE["name"], STATE["mode"], moves=False)
 
 
 def deadline(name, mode=""):

@@ -273,11 +273,11 @@ def watch_phases(module):
                     marker.write_text(str(time.time()))
                 strike(fault, sys._getframe(2))
 
-    def phase(name, mode=""):
+    def phase(name, mode="", **more):
         if "since" in module.STATE:
             took = time.monotonic() - module.STATE["since"] - TOOK.pop("slept", 0)
             TOOK[module.STATE["name"], module.STATE["mode"]] = took
-        real(name, mode)
+        real(name, mode, **more)
         look(name, mode, module.STATE["step"])
     module.phase = phase
     look("import", "", 0)
