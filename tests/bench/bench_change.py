@@ -5,7 +5,7 @@ The first scan is a crop of a real scan. The second is the same crop, warped by 
 independent noise. Prints one line of JSON: the true change and those in the label's table, in percent, one for each
 draw of the noise; --both measures both orders of the scans; mean and spread are of all.
 
-    python tests/bench/bench_change.py --data FOLDER --case oasis_1036:35 oasis_1000:35 [--draws N] [--both]
+    python tests/bench/bench_change.py --data FOLDER --case oasis_1036:35 ... [--noise PART] [--draws N] [--both]
 """
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ import OM_study
 from Dataloader.nifti import read_label, read_volume, write_volume
 from Diffusion.fields import jacobian_determinant
 
-MARGIN, SMOOTH, NOISE = 14, 2.0, 0.02  # voxels around the label; of its mask; of the 99th percentile of the scan
+MARGIN, SMOOTH = 14, 2.0  # voxels around the label; of its mask
 
 
 def shrinking_field(inside, percent):
@@ -55,7 +55,7 @@ def change_percent(field, inside):
     return 100 * (seen.sum() / (seen * determinant).sum() - 1)
 
 
-def write_scans(folder, image, label, affine, value, percent, seed=0):
+def write_scans(folder, image, label, affine, value, percent, noise, seed):
     """Write one.nii.gz, one_dseg.nii.gz and two.nii.gz. Returns: the change of the label that was made, in percent."""
     box = tuple(slice(max(at.start - MARGIN, 0), at.stop + MARGIN)
                 for at in ndimage.find_objects((label == value).astype(np.uint8))[0])
@@ -64,9 +64,9 @@ def write_scans(folder, image, label, affine, value, percent, seed=0):
     affine[:3, 3] += affine[:3, :3] @ [at.start for at in box]
     field = shrinking_field(inside, percent)
     second = ndimage.map_coordinates(image, np.indices(image.shape) + field, order=3, mode="nearest")
-    noise = np.random.default_rng(seed).normal(0, NOISE * np.percentile(image, 99), (2, *image.shape))
-    write_volume(folder / "one.nii.gz", (image + noise[0]).astype(np.float32), affine)
-    write_volume(folder / "two.nii.gz", (second + noise[1]).astype(np.float32), affine)
+    noises = np.random.default_rng(seed).normal(0, noise * np.percentile(image, 99), (2, *image.shape))
+    write_volume(folder / "one.nii.gz", (image + noises[0]).astype(np.float32), affine)
+    write_volume(folder / "two.nii.gz", (second + noises[1]).astype(np.float32), affine)
     write_volume(folder / "one_dseg.nii.gz", inside.astype(np.uint8), affine)
     write_volume(folder / "two_dseg.nii.gz", (ndimage.map_coordinates(
         inside.astype(float), np.indices(image.shape) + field, order=1) > 0.5).astype(np.uint8), affine)
@@ -89,6 +89,8 @@ def main():
     parser.add_argument("--data", required=True, type=Path, help="folder with imagesTr and labelsTr")
     parser.add_argument("--case", nargs="+", required=True, metavar="NAME:LABEL")
     parser.add_argument("--percent", type=float, default=1.0, help="how much the label shrinks (%(default)s)")
+    parser.add_argument("--noise", type=float, default=0.02, metavar="PART",
+                        help="standard deviation, of the 99th percentile of the scan (%(default)s)")
     parser.add_argument("--draws", type=int, default=1, metavar="N", help="of the noise (%(default)s)")
     parser.add_argument("--both", action="store_true", help="also from the second scan to the first")
     args, found = parser.parse_args(), {}
@@ -98,7 +100,7 @@ def main():
         label, _ = read_label(args.data / f"labelsTr/{name}.nii.gz")
         for seed in range(args.draws):
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-                made = write_scans(Path(folder), image, label, affine, int(value), args.percent, seed)
+                made = write_scans(Path(folder), image, label, affine, int(value), args.percent, args.noise, seed)
                 held = found.setdefault(case, {"made": round(made, 3), "found": []})
                 held["found"].append(round(found_percent(Path(folder), "one", "two"), 3))
                 if args.both:
