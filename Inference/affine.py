@@ -31,10 +31,10 @@ from Diffusion.losses import (
 from Runtime.errors import InputError
 
 SIDES = {2: (24, 48, 96, 192), 3: (16, 32, 64, 96)}  # voxels along the longest side, never finer than the volume
-# By registration.similarity: (level, similarity, most maps to keep, iterations for each map).
-STAGES = {"correlation": [(1, "local", 8, 10), (2, "local", 1, 20), (3, "local", 1, 20)]}
-# Of the measures for two modalities, only mutual information does not depend on a volume's orientation.
-STAGES["mapped"] = STAGES["mind"] = [(1, "mutual", 4, 20), (2, "mutual", 2, 20), (3, "mutual", 1, 10)]
+# (level, similarity, most maps to keep, iterations for each map), for one modality and for two. Of the measures for
+# two, only mutual information does not depend on a volume's orientation.
+STAGES = [(1, "local", 8, 10), (2, "local", 1, 20), (3, "local", 1, 20)]
+STAGES_OF_TWO = [(1, "mutual", 4, 20), (2, "mutual", 2, 20), (3, "mutual", 1, 10)]
 TURNS = {"local": 500, "mutual": 100}  # rotations tried in 3D; neighbours are about 20 and 35 degrees apart
 TURNS_2D = 24
 SIFTED = 400  # maps that the correlation of all voxels passes on to the local correlation
@@ -71,8 +71,8 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
 
     fixed, moving: (D, H, W), or both (H, W), intensities 0 .. 1, of any size, spacing and orientation; they need not
     overlap. fixed_affine, moving_affine: 4x4, voxel to world in millimetres, RAS. kind: "affine", or "rigid" (rotation
-    and shift). similarity: "correlation"; for two modalities "mapped" or "mind": mutual information finds the map (see
-    STAGES) and the similarity of structures judges it; "auto": correlation, then "mind" if that shows two modalities.
+    and shift). similarity: "correlation"; "mapped" or "mind" for two modalities: mutual information finds the map and
+    the similarity of structures judges it; "auto": correlation, then "mind" if that shows two modalities.
     fixed_mask, moving_mask: 0 .. 1 in the shape of the volume, the weight of each voxel; None for equal weights.
     finest: most voxels along the longest side; finer levels are skipped, except the first. None: no level is skipped.
     device: where volumes are sampled and compared; it must support float64. The maps stay on the CPU.
@@ -82,7 +82,6 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     fixed volume outside the moving one; affine_similarity_before, as the headers place the volumes; affine_runner_up,
     the similarity of the best other candidate as a fraction of T's, at the first level with several candidates, else
     0; one_sign, see `_one_sign`, None with a similarity for two modalities.
-    Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
     """
     if kind not in ("affine", "rigid"):
         raise InputError(f"the kind of affine alignment is {kind!r}; give affine or rigid.")
@@ -103,17 +102,17 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     shifts = header[:dims, dims], moving_middle - turn @ fixed_middle, np.zeros(dims)
     starts = [np.column_stack([turn, shift]) for shift in shifts]
 
-    def search(kind, similarity):
+    def search(kind, stages):
         levels = _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, frames,
                          _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0, device)
-        return (*_search(levels, starts, shapes, kind, similarity, finest), levels)
+        return (*_search(levels, starts, shapes, kind, stages, finest), levels)
 
     found = one_sign = None
     if similarity not in ("mapped", "mind"):
-        found = search(kind, "correlation")
+        found = search(kind, STAGES)
         one_sign = _one_sign(found)
     if found is None or (similarity == "auto" and (one_sign < ONE_SIGN or _leads_astray(found, starts))):
-        others = [search(each, "mind") for each in dict.fromkeys(("rigid", kind))]
+        others = [search(each, STAGES_OF_TWO) for each in dict.fromkeys(("rigid", kind))]
         if one_sign is not None and one_sign >= ONE_SIGN:
             others.append(found)
         # A user who names the measure has decided that mutual information suits the pair.
@@ -130,10 +129,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
 # ---------------------------------------------------------------------------------------------------------------------
 
 def _checked(name, array, mask, affine):
-    """The volume as float32 in 0 .. 1, zero where its mask is, the mask or None, and its affine, all canonical.
-
-    mask: 0 .. 1 in the shape of the volume, or None. affine: 4x4.
-    """
+    """The volume as float32 in 0 .. 1, zero where its mask is, the mask or None, and its affine, all canonical."""
     array, affine = np.asarray(array), np.asarray(affine, np.float64)
     if array.ndim not in (2, 3) or min(array.shape) < 1:
         raise InputError(f"the {name} volume has the shape {array.shape}; give (D, H, W) or (H, W).")
@@ -217,8 +213,7 @@ def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine,
     """Both volumes on the isotropic grids of all levels, coarse to fine.
 
     Each level is made from the next finer one, so large volumes are smoothed only once. The box of the fixed foreground
-    is about SIDES voxels long. frames: two 4x4. basis: from `_basis`. size_ratio: from `_size_ratio`. device: for the
-    volumes and masks.
+    is about SIDES voxels long. frames: two 4x4. device: for the volumes and masks.
     Returns: a list of dicts with what the loss needs.
     """
     dims, levels = fixed.ndim, []
@@ -334,10 +329,7 @@ def _alike(maps, level, similarity):
 
 
 def global_correlation(image, target, weight):
-    """Normalised cross-correlation of all voxels of each sample under a weight of the same shape.
-
-    image, target, weight: (B, 1, *spatial). Returns: (B,), -1 .. 1.
-    """
+    """Normalised cross-correlation of all voxels of each sample, (B,). image, target, weight: (B, 1, *spatial)."""
     image, target, weight = (each.flatten(1) for each in (image, target, weight))
     total = weight.sum(1, keepdim=True).clamp(min=1.0)
     image = image - (weight * image).sum(1, keepdim=True) / total
@@ -370,12 +362,12 @@ def _scores(candidates, level, similarity):
 # The search
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _search(levels, starts, shapes, kind, similarity, finest):
-    """The best map (N, N + 1) of a kind by a similarity, and the scores that `align_affine` returns.
+def _search(levels, starts, shapes, kind, stages, finest):
+    """The best map (N, N + 1) of a kind, and the scores that `align_affine` returns.
 
     levels: from `_levels`. starts: maps (N, N + 1), the headers' map first. shapes: the covariances.
     """
-    first, *finer = STAGES[similarity]
+    first, *finer = stages
     sides, measure = SIDES[len(shapes[0])], first[1]
     tried = torch.from_numpy(np.stack([*starts, *_turned(starts[0], shapes, kind, TURNS[measure])]))
     candidates = _together(_first(tried, len(starts), levels[0], measure), levels[0], measure)
@@ -392,15 +384,12 @@ def _search(levels, starts, shapes, kind, similarity, finest):
         if count == 1:
             done.add((measure, level["spacing_mm"]))
         if runner_up is None:
-            scores = _scores(candidates, level, measure)
-            order = sorted(range(len(scores)), key=lambda each: -scores[each])
-            maps = [_matrix(*candidates[each], level)[0] for each in order]
-            apart = _distinct(maps, 2, level, APART * levels[0]["spacing_mm"])
-            runner_up = scores[order[apart[1]]] / max(scores[order[0]], 1e-6) if len(apart) > 1 else 0.0
+            scores = [score for score, _ in _ranked(candidates, level, measure, APART * levels[0]["spacing_mm"])]
+            runner_up = scores[1] / max(scores[0], 1e-6) if len(scores) > 1 else 0.0
             # Many organs look about the same after half a turn, and headers are usually right.
             if near := _near(candidates, header, level):
                 of_near = max(_scores(near, level, measure))
-                candidates = near if max(scores) - of_near < LEAP * (1.0 - of_near) else candidates
+                candidates = near if scores[0] - of_near < LEAP * (1.0 - of_near) else candidates
     (start, parameters), = _best(candidates, 1, level, measure)
     found = _matrix(start, parameters, level)[0]
     # Both over the same voxels of the fixed grid; a voxel that maps outside the moving volume counts as 0.
@@ -415,8 +404,7 @@ def _turned(header, shapes, kind, count):
 
     Rotations that match the principal axes are added. The maps take their scale from the headers. If kind is "affine",
     further maps match the moments of the volumes, with one scale or with one for each axis; the latter, with the right
-    rotation, is any affine map between two equal volumes. They help when headers are wrong. header: (N, N + 1).
-    shapes: the covariances of the volumes. kind: as for `align_affine`. count: number of rotations in 3D.
+    rotation, is any affine map between two equal volumes. They help when headers are wrong.
     """
     dims = len(shapes[0])
     (fixed_values, fixed_axes), (moving_values, moving_axes) = (np.linalg.eigh(shape) for shape in shapes)
@@ -503,12 +491,17 @@ def _best(candidates, count, level, similarity):
     """
     if len(candidates) == 1:
         return candidates
+    (best, first), *others = _ranked(candidates, level, similarity, level["spacing_mm"])
+    enough = best - (1.0 - HOPEFUL) * abs(best)
+    return [first, *(candidate for score, candidate in others if score >= enough)][:count]
+
+
+def _ranked(candidates, level, similarity, distance_mm):
+    """Pairs of score and (start, parameters), best first, without maps within a distance of a better one."""
     scores = _scores(candidates, level, similarity)
-    enough = max(scores) - (1.0 - HOPEFUL) * abs(max(scores))
-    order = sorted(range(len(scores)), key=lambda number: -scores[number])
-    order = order[:1] + [number for number in order[1:] if scores[number] >= enough]
-    maps = [_matrix(*candidates[number], level)[0] for number in order]
-    return [candidates[order[number]] for number in _distinct(maps, count, level, level["spacing_mm"])]
+    ranked = sorted(zip(scores, candidates), key=lambda pair: -pair[0])
+    maps = [_matrix(*candidate, level)[0] for _, candidate in ranked]
+    return [ranked[number] for number in _distinct(maps, len(maps), level, distance_mm)]
 
 
 def _distinct(maps, count, level, distance_mm):
@@ -533,10 +526,7 @@ def _distinct(maps, count, level, distance_mm):
 
 
 def _near(candidates, header, level):
-    """The (start, parameters) whose maps turn by less than NEAR from the headers' map.
-
-    header: (N, N + 1), the headers' map.
-    """
+    """The (start, parameters) whose maps turn by less than NEAR from the headers' map, (N, N + 1)."""
     dims = len(header)
     back = torch.linalg.inv(header[:, :dims])
     return [(start, parameters) for start, parameters in candidates
