@@ -36,7 +36,6 @@ REGISTER = "".join(
     f"    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model FOLDER {words}\n"
     for words in ("--affine none --refine 0 --out Results/fast", "--out Results/pair"))
 CONFIG, PAGE = "config.json", "README.md"  # beside EXPORTED; a hub displays PAGE and counts downloads by CONFIG
-KEPT = ("commit", "changed", "packages")  # of a launch.json: what it tells about the code
 # The last one may hold a secret address.
 PLACES = ("data.root", "data.cache", "data.pair_list", "data.stage", "run.models", "run.logs", "run.notify")
 # What the card says about each mode of a training.
@@ -110,11 +109,7 @@ def run_of(path):
 
 
 def about_run(path, state):
-    """What the run's folder records about a checkpoint: validation metrics, commit and torch version.
-
-    path: of the checkpoint. state: its content.
-    Returns: dict of metrics (may be empty), commit and torch (None if not recorded).
-    """
+    """What the run's folder records about a checkpoint: dict of metrics (may be empty), commit and torch (or None)."""
     run = run_of(path)
     about = {"metrics": {}, "commit": None, "torch": None}
     try:
@@ -122,15 +117,12 @@ def about_run(path, state):
         about["metrics"] = manifest["checkpoints"][path.relative_to(run).as_posix()]["metrics"] or {}
     except (OSError, ValueError, LookupError):
         pass  # a checkpoint copied out of its run has no metrics
-    launches = []
     for file in sorted(run.glob("launches/*/launch.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # one that a dying machine has cut off
             launch = json.loads(file.read_text())
-            launches += [launch] if launch["step"] <= state["step"] and {*KEPT} <= launch.keys() else []
-    if launches:
-        newest = launches[-1]
-        about["commit"] = f"{newest['commit']} with local changes" if newest["changed"] else newest["commit"]
-        about["torch"] = newest["packages"].get("torch")
+            commit = f"{launch['commit']} with local changes" if launch["changed"] else launch["commit"]
+            if launch["step"] <= state["step"]:
+                about.update(commit=commit, torch=launch["packages"].get("torch"))
     return about
 
 
@@ -217,11 +209,7 @@ def licence_keys(licence):
 
 
 def card(source, net, state, cfg, about, digest, licence):
-    """The text of the model card.
-
-    source: name of the checkpoint. state: its content. about: from `about_run`. digest: SHA-256 of the weights' file.
-    licence: of the weights.
-    """
+    """The text of the model card. source: name of the checkpoint. state: its content. digest: of the weights' file."""
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
@@ -240,15 +228,7 @@ def card(source, net, state, cfg, about, digest, licence):
 
 
 def export(model, out=None, licence=None, overrides=()):
-    """Write the weights, EXPORTED, with CONFIG and PAGE beside them.
-
-    model: checkpoint, run folder or the published method's weights. out: folder, default hub in
-    the run's folder, or beside a checkpoint without a run. licence: of the weights, for the card.
-    overrides: list of "key=value" that change the exported config.
-    Returns: the paths of the weights and of the card.
-    Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, and if
-    safetensors is not installed.
-    """
+    """Write the weights, EXPORTED, with CONFIG and PAGE beside them. Returns: the paths of the weights and the card."""
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors files needs a package: pip install safetensors")
     source = find_checkpoint(model)
@@ -261,10 +241,9 @@ def export(model, out=None, licence=None, overrides=()):
     folder = Path(out or run_of(source) / "hub")
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / EXPORTED
-    about = {"metrics": {}, "commit": None} if state.get("published") else about_run(source, state)
-    weights = state.get("ema") or state["model"]
+    about = about_run(source, state)
     licence = licence or (PUBLISHED_LICENCE if state.get("published") else UNSTATED)
-    digest = write_weights(target, weights, config, about["commit"], licence)
+    digest = write_weights(target, state.get("ema") or state["model"], config, about["commit"], licence)
     page = folder / PAGE
     write_file(page, card(source.name, net, state, cfg, about, digest, licence))
     write_file(folder / CONFIG, json.dumps(config, indent=1) + "\n")

@@ -29,10 +29,7 @@ OF_A_SEGMENTATION = {"label.nii.gz": "desc-omnimorph_dseg.nii.gz"}
 
 
 def split_name(path):
-    """The entities, without those of a derivative, and the suffix of a BIDS name: ("sub-01_ses-1", "T1w").
-
-    Raises InputError for a name that is not BIDS.
-    """
+    """The entities, without those of a derivative, and the suffix of a BIDS name: ("sub-01_ses-1", "T1w")."""
     found = NAME.fullmatch(volume_id(path))
     if not found:
         raise InputError(f"{path}: it has no BIDS name, so its derivatives cannot have one; rename it like "
@@ -59,11 +56,9 @@ def require_own_names(rows):
     """
     taken = {}
     for row in rows:
-        names = {key: path.name for key, path in targets(row).items()}
-        shown = [names["label.nii.gz"]] if "image" in row else [names["warped.nii.gz"]]
-        if "moving_label" in row:
-            shown.append(names["warped_label.nii.gz"])
-        for name in shown:
+        written = ["label.nii.gz"] if "image" in row else ["warped.nii.gz"]
+        written += ["warped_label.nii.gz"] * ("moving_label" in row)
+        for name in [targets(row)[key].name for key in written]:
             if name in taken:
                 raise InputError(f"BIDS derivatives: {taken[name]} and {row['name']} would both be {name}; leave one "
                                  "out, or use two folders.")

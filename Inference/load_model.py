@@ -50,10 +50,9 @@ def find_checkpoint(path):
     path: a file; a run's folder, whose best checkpoint is used, else the newest; a folder of OM_export.py, or
     hf:OWNER/NAME for one on huggingface.co, maybe with @REVISION; or the word "universal" for the bundled file,
     UNIVERSAL.
-    A checkpoint must match its SHA-256 in the manifest, because torch reads flipped bits without an error. A checkpoint
-    copied out of its run is checked against the checksums of its own zip archive. If the best checkpoint of a folder is
-    damaged, the newest intact one is used, with a warning.
-    Returns: Path. Raises InputError for a damaged file and for a folder without an intact checkpoint.
+    A checkpoint must match its SHA-256 in the manifest, because torch reads flipped bits without an error; one copied
+    out of its run, the checksums of its own zip archive. If the best checkpoint of a folder is damaged, the newest
+    intact one is used, with a warning.
     """
     if path == "universal":
         if not UNIVERSAL.is_file():
@@ -138,8 +137,7 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
     """A network in evaluation mode with the weights of `path`, and the config it was trained with.
 
     path: checkpoint (.pth), .safetensors file, run folder, hf:OWNER/NAME or "universal", see `find_checkpoint`.
-    device: where the network goes and is used: auto, cpu, cuda, xpu, or a torch.device. overrides: list of "key=value"
-    that change the config.
+    device: auto, cpu, cuda, xpu, or a torch.device. overrides: list of "key=value" that change the config.
     The averaged weights are used if the training kept them (optim.average). The precision suits this device and may
     differ from training, unless overrides name run.amp.
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.

@@ -35,13 +35,11 @@ class RandDeformationd(Base):
 
     Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. The entries keep their
     types, dtypes and metadata. Each worker of a DataLoader draws different numbers.
-    Raises InputError for invalid modes, absent entries and entries on different grids.
     """
 
     def __init__(self, keys, mode="bilinear", prob=0.1, start=None, model=None, cfg=None, stride=STRIDE, field_key=None,
                  allow_missing_keys=False, seed=None):
-        self.keys = (keys,) if isinstance(keys, str) else tuple(keys)
-        self.modes = check_modes(mode, self.keys)
+        self.keys, self.modes = check_modes(mode, keys)
         self.prob, self.start, self.stride, self.field_key = prob, start, stride, field_key
         self.net, self.cfg = model or (None, cfg and changed_config(cfg.get("model.dims", 3), cfg))
         self.allow_missing_keys, self.worker_seed = allow_missing_keys, None
@@ -114,16 +112,12 @@ class Registerd:
 
     Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. Entries of keys keep type
     and dtype, and get the affine of the fixed volume. The same input gives the same output.
-    Raises InputError for invalid modes, absent entries, entries on a different grid from the moving volume, and
-    whatever `register` refuses.
     """
 
     def __init__(self, fixed_key, moving_key, keys=None, mode="bilinear", model=None, affine=True, refine=True,
                  start="auto", device="auto", config=None, field_key=None, allow_missing_keys=False):
         self.fixed_key, self.moving_key, self.field_key = fixed_key, moving_key, field_key
-        keys = moving_key if keys is None else keys
-        self.keys = (keys,) if isinstance(keys, str) else tuple(keys)
-        self.modes = check_modes(mode, self.keys)
+        self.keys, self.modes = check_modes(mode, moving_key if keys is None else keys)
         self.options = {"model": model, "affine": affine, "refine": refine, "start": start, "device": device,
                         "config": config}
         self.channels = model[1]["data.channels"] if isinstance(model, tuple) else 1
@@ -183,12 +177,13 @@ def require_grid_of(data, first, key):
 
 
 def check_modes(mode, keys):
-    """The modes of some keys, a list of words. mode: a word or MONAI's constant for all of them, or one for each."""
+    """Keys as a tuple, and their modes as words. mode: a word or MONAI's constant for all of them, or one for each."""
+    keys = (keys,) if isinstance(keys, str) else tuple(keys)
     words = (mode,) * len(keys) if isinstance(mode, str) else tuple(mode)
     modes = [str(getattr(word, "value", word)) for word in words]
     if len(modes) != len(keys) or not set(modes) <= set(MODES):
         raise InputError(f"mode {mode}: give {', '.join(MODES)}, one for all keys or one for each of them, {keys}.")
-    return modes
+    return keys, modes
 
 
 def plain(value):
