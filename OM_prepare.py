@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ from Dataloader.nifti import write_volume
 from Dataloader.prepare import original_header, to_original
 from Runtime import run_lock
 from Runtime.config import load_config
-from Runtime.errors import DONE, STOP, InputError, parse_options
+from Runtime.errors import DONE, STOP, InputError, parse_options, run_program
 from Runtime.files import csv_text
 from Runtime.workers import run_tasks
 
@@ -99,33 +98,32 @@ def report(folder, manifest, cfg, seconds):
 
     manifest: of the cache. seconds: duration of the preparation.
     """
-    volumes, refused = manifest["volumes"], manifest["refused"]
+    volumes, refused = cache.items_of(manifest), manifest["refused"]
     size = sum(length for length, _ in manifest["files"].values())
     if refused:
         table = csv_text([("id", "image", "reason"), *refused])
         cache.write_bytes(folder, "refused.csv", table.encode(errors="surrogateescape"))
     else:
         (folder / "refused.csv").unlink(missing_ok=True)
-    print(f"{folder}: {len(volumes)} volumes ({sum(line[5] for line in volumes)} with labels), {len(refused)} refused, "
-          f"{size / 2 ** 20:,.0f} MiB, {seconds:.0f} s")
+    print(f"{folder}: {len(volumes)} volumes ({sum(item['label'] for item in volumes)} with labels), {len(refused)} "
+          f"refused, {size / 2 ** 20:,.0f} MiB, {seconds:.0f} s")
     for name, _, reason in refused[:5]:
         print(f"refused {name}: {reason}")
     if len(refused) > 5:
         print(f"and {len(refused) - 5} more: {folder / 'refused.csv'}")
-    print(f"look at them: {write_report(folder, manifest, cfg, size)}")
+    print(f"look at them: {write_report(folder, volumes, refused, cfg, size)}")
 
 
-def write_report(folder, manifest, cfg, size):
+def write_report(folder, volumes, refused, cfg, size):
     """Write the page: counts, refused volumes, and pictures of some volumes. Returns: its path.
 
-    size: of all files, in bytes.
+    volumes: from `cache.items_of`. refused: of the manifest. size: of all files, in bytes.
     """
     from Diffusion.figures import contact_sheet  # here, because the workers need neither torch nor matplotlib
     from Report.page import cards_html, figure_html, table_html, write_page
-    volumes, refused = manifest["volumes"], manifest["refused"]
     sheet = contact_sheet(sample_of(folder, volumes, cfg["data.channels"]))
-    cards = [("volumes", len(volumes), f"{len({line[1] for line in volumes})} subjects"),
-             ("with labels", sum(line[5] for line in volumes), ""), ("refused", len(refused), ""),
+    cards = [("volumes", len(volumes), f"{len({item['subject'] for item in volumes})} subjects"),
+             ("with labels", sum(item["label"] for item in volumes), ""), ("refused", len(refused), ""),
              ("on disk", f"{size / 2 ** 20:,.0f} MiB", cfg["data.dtype"])]
     sections = [("", cards_html(cards)),
                 ("Some of them", figure_html(sheet, "Middle slices on the training grid, outlines of their labels."))]
@@ -141,43 +139,40 @@ def write_report(folder, manifest, cfg, size):
 
 
 def sample_of(folder, volumes, channels, most=24):
-    """Some volumes for a contact sheet: a list of (id, image, label or None). volumes: from the manifest.
+    """Some volumes for a contact sheet: a list of (id, image, label or None). volumes: from `cache.items_of`.
 
     If a volume has several channels, the first is shown.
     """
     chosen = sorted(random.Random(0).sample(range(len(volumes)), min(most, len(volumes))))
-    rows = [volumes[number] for number in chosen]
-    places = [row[3] for row in rows], [row[4] for row in rows]
+    items = [volumes[number] for number in chosen]
     # Do not keep the memory maps: another run in this process may create files with the same names.
-    images, labels = (cache.Rows(folder, kind, *places, keep=False) for kind in ("image", "label"))
-    return [(row[0], np.asarray(split_channels(images[number], channels)[0]), labels[number] if row[5] else None)
-            for number, row in enumerate(rows)]
-
-
-def split_channels(image, count):
-    """A stored image, (D, H, W) or (C, D, H, W), as the sequence of its channels. count: data.channels."""
-    return [image] if count == 1 else image
+    images, labels = (cache.Rows(folder, kind, items, keep=False) for kind in ("image", "label"))
+    return [(item["id"], np.asarray(images[number] if channels == 1 else images[number][0]),
+             labels[number] if item["label"] else None) for number, item in enumerate(items)]
 
 
 def export(folder, cfg, identity, out):
     """Write one volume, its label and its mask as NIfTI: on the training grid, and mapped back to the file's grid.
 
-    Further channels are <id>_image_2_grid.nii.gz and so on.
-
-    identity: id of the volume. out: folder. Returns the exit code.
+    Further channels are <id>_image_2_grid.nii.gz and so on. identity: id of the volume. out: folder. Returns the exit
+    code.
     """
-    opened = cache.open_cache(folder, cfg)
-    record = cache.record(folder, identity)
-    number = [item["id"] for item in opened["items"]].index(identity)
+    import torch  # here, because the workers need none
+
+    from Dataloader.dataset import as_float
+    item = next((item for item in cache.open_cache(folder, cfg)["items"] if item["id"] == identity), None)
+    if item is None:
+        raise InputError(f"{folder}: there is no volume {identity} in this cache.")
+    record = cache.record(folder, item)
     header = original_header(record)
     for kind in cache.KINDS:
         if not record[kind]:
             continue
-        stored = np.asarray(cache.Rows(folder, kind, opened["groups"], opened["rows"])[number])
+        stored = np.array(cache.Rows(folder, kind, [item])[0])
         is_image = kind == "image"
-        for channel, array in enumerate(split_channels(stored, cfg["data.channels"] if is_image else 1)):
-            array = cache.decode(array) if is_image else array.astype(np.int16)
-            back = to_original(array, record, order=1 if is_image else 0, intensities=is_image, channel=channel)
+        stored = as_float(torch.from_numpy(stored)).numpy() if is_image else stored.astype(np.int16)
+        for channel, array in enumerate(stored if is_image and cfg["data.channels"] > 1 else [stored]):
+            back = to_original(array, record, channel if is_image else None)
             name = f"{identity}_{kind}_{channel + 1}" if channel else f"{identity}_{kind}"
             for word, volume, affine in (("grid", array, record["grid_affine"]), ("original", back, record["affine"])):
                 path = Path(out) / f"{name}_{word}.nii.gz"
@@ -277,42 +272,35 @@ def require_room(folder, groups, cfg):
                          f"{free / 2 ** 30:.1f} are free; make room, or name another folder.")
 
 
-def run(folder, cfg, args):
+def run(args):
     """Run the command line. Returns the exit code."""
-    if args.verify:
-        return check(folder, cfg)
-    if args.export:
-        return export(folder, cfg, *args.export)
-    cache.require_ours(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(run_lock.held_results(folder, "name another data.cache"))
-        if (args.fresh or args.repair) and not stack.enter_context(cache.without_readers(folder)):
-            raise InputError(f"data.cache {folder} is in use by a training run: let it finish or stop it, or name "
-                             "another data.cache.")
-        return prepare(folder, cfg, args)
+    cfg = load_config(args.config, args.overrides)
+    if not cfg["data.cache"]:
+        raise InputError(f"{args.config}: data.cache is empty; name the folder that is to hold the prepared volumes, "
+                         "or set it to auto.")
+    folder = Path(cfg["data.cache"])
+    try:
+        if args.verify:
+            return check(folder, cfg)
+        if args.export:
+            return export(folder, cfg, *args.export)
+        cache.require_ours(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(run_lock.held_results(folder, "name another data.cache"))
+            if (args.fresh or args.repair) and not stack.enter_context(cache.without_readers(folder)):
+                raise InputError(f"data.cache {folder} is in use by a training run: let it finish or stop it, or name "
+                                 "another data.cache.")
+            return prepare(folder, cfg, args)
+    except OSError as error:
+        raise InputError(f"data.cache {folder}: reading or writing failed ({error}); make room, or correct the path, "
+                         "and run the same command again: it continues.") from error
 
 
 def main(argv=None):
     args = parse_arguments(argv)
-    if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks must not end the program
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        cfg = load_config(args.config, args.overrides)
-        if not cfg["data.cache"]:
-            raise InputError(f"{args.config}: data.cache is empty; name the folder that is to hold the prepared "
-                             "volumes, or set it to auto.")
-        try:
-            return run(Path(cfg["data.cache"]), cfg, args)
-        except OSError as error:
-            raise InputError(f"data.cache {cfg['data.cache']}: reading or writing failed ({error}); make room, or "
-                             "correct the path, and run the same command again: it continues.") from error
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to continue", file=sys.stderr)
-        return 128 + signal.SIGINT
+    args.out = args.config  # named if memory runs out
+    return run_program(run, args)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from Dataloader.datalist import list_file
 from Dataloader.formats import size_and_time
 from Dataloader.prepare import KINDS, describe, on_grid
 from Dataloader.staging import damaged, file_sizes, lock_at_once, stage
-from Runtime.errors import InputError
+from Runtime.errors import InputError, attempt
 from Runtime.files import sha256, write_file
 
 FORMAT = 1
@@ -43,7 +43,9 @@ MOST_VOLUMES = 16  # limit for a part
 MOST_BYTES = 64 * 2 ** 20  # limit for the images of a part
 OPEN_FILES = 128  # mapped at a time by a process; each takes a file handle, and some systems allow only 1024
 WORDS = ("subject", "modality", "split")  # what the data list says about a volume
-LINE = ("id", "subject", "modality", "group", "row", "label", "mask", "split", "bytes")  # columns in the manifest
+# What the manifest says about a volume: its part and its place in there, whether it has a label and a mask, the size of
+# its image's file.
+LINE = ("id", "subject", "modality", "group", "row", "label", "mask", "split", "bytes")
 PATIENCE_S = 10.0  # longer than OM_prepare.py needs to remove old parts
 OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)|(?:plan|manifest)\.json|refused\.csv)"
                   r"(\.tmp-(?:.+-)?\d+)?")
@@ -66,13 +68,11 @@ def other_settings(made_with, cfg):
 
 
 def encode(image, dtype):
-    """Intensities 0 .. 1 as the cache stores them: dtype "uint8" as 0 .. 255, "float16" or "float32" as they are."""
+    """Intensities 0 .. 1 as the cache stores them: "uint8" as 0 .. 255, "float16" or "float32" as they are.
+
+    `as_float` in Dataloader/dataset.py is its inverse.
+    """
     return np.rint(image * 255).astype(np.uint8) if dtype == "uint8" else image.astype(dtype)
-
-
-def decode(image):
-    """The inverse of `encode`: a stored array as float32 intensities 0 .. 1."""
-    return image.astype(np.float32) * np.float32(1 / 255) if image.dtype == np.uint8 else image.astype(np.float32)
 
 
 def list_mark(root):
@@ -152,11 +152,7 @@ def record_paths(folder):
 def is_usable(item, cfg, alive):
     """Whether a volume can be prepared. alive: called first."""
     alive()
-    try:
-        on_grid(item, cfg)
-    except (InputError, MemoryError):
-        return False
-    return True
+    return not isinstance(attempt(item["id"], on_grid, item, cfg), str)
 
 
 def write_group(folder, number, items, cfg, done=lambda: None):
@@ -362,16 +358,13 @@ class Rows:
     """Volumes of one kind by number: `rows[i]` is a read-only (D, H, W) or (C, D, H, W) array, mapped from the cache.
 
     Its pickle, for a loader worker, holds two int32 for each volume.
-    folder: of the cache. kind: "image", "label" or "mask". groups, rows: part of each volume, and place in the part.
-    keep: whether a mapped file stays open for the next use.
+    folder: of the cache. kind: "image", "label" or "mask". items: from `open_cache`. keep: whether a mapped file stays
+    open for the next use.
     """
 
-    def __init__(self, folder, kind, groups, rows, keep=True):
-        self.folder = Path(folder)
-        self.kind = kind
-        self.groups = np.asarray(groups, np.int32)
-        self.rows = np.asarray(rows, np.int32)
-        self.keep = keep
+    def __init__(self, folder, kind, items, keep=True):
+        self.folder, self.kind, self.keep = Path(folder), kind, keep
+        self.groups, self.rows = (np.array([item[key] for item in items], np.int32) for key in ("group", "row"))
 
     def __getitem__(self, index):
         path = self.folder / f"{self.kind}s_{self.groups[index]:05d}.npy"
@@ -392,9 +385,7 @@ def open_cache(folder, cfg, ranks=None):
     and compare them with their checksums. None: only read the manifest; do not lock, check or copy.
     Returns: dict of
       folder  where to read: the cache, or its staged copy
-      items   dicts of id, subject, modality, split, bytes (of the image's file), label and mask (whether there is one),
-              sorted by id
-      groups, rows  part of each item, and place in the part
+      items   dicts of LINE, sorted by id
       refused [id, file, reason] of each volume left out
       staged  whether folder is a copy
       hold    the open lock file, to be kept while the cache is read, or None
@@ -434,10 +425,13 @@ def open_cache(folder, cfg, ranks=None):
                                  "OM_prepare.py with this config and --repair.")
         if not staged:
             stack.pop_all()  # the caller closes the lock
-    volumes = [dict(zip(LINE, line)) for line in manifest["volumes"]]
-    return {"folder": Path(folder), "groups": [line.pop("group") for line in volumes],
-            "rows": [line.pop("row") for line in volumes], "items": volumes, "refused": manifest["refused"],
-            "staged": staged, "hold": lock}
+    return {"folder": Path(folder), "items": items_of(manifest), "refused": manifest["refused"], "staged": staged,
+            "hold": lock}
+
+
+def items_of(manifest):
+    """A dict of LINE for each volume of a cache, sorted by id."""
+    return [dict(zip(LINE, line)) for line in manifest["volumes"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -501,14 +495,9 @@ def cannot_lock(folder, reason, show):
               file=sys.stderr, flush=True)
 
 
-def record(folder, identity):
-    """The record of one volume, with header and grids, for `to_original`. Raises InputError for an unknown id."""
-    manifest = read_json(Path(folder) / "manifest.json") or {"volumes": []}
-    for values in manifest["volumes"]:
-        line = dict(zip(LINE, values))
-        if line["id"] == identity:
-            path = Path(folder) / f"volumes_{line['group']:05d}.json"
-            if content := read_json(path):
-                return content["volumes"][line["row"]]
-            raise InputError(f"{path} is damaged; run OM_prepare.py with this config and --repair.")
-    raise InputError(f"{folder}: there is no volume {identity} in this cache.")
+def record(folder, item):
+    """The record of a volume, with header and grids, for `to_original`. item: from `open_cache`."""
+    path = Path(folder) / f"volumes_{item['group']:05d}.json"
+    if content := read_json(path):
+        return content["volumes"][item["row"]]
+    raise InputError(f"{path} is damaged; run OM_prepare.py with this config and --repair.")

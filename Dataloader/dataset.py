@@ -124,17 +124,16 @@ def wanted_maps(cfg):
 # Batches: read ahead by loader workers or by a thread
 # ---------------------------------------------------------------------------------------------------------------------
 
+@dataclasses.dataclass
 class Batches(Dataset):
     """The part of a data set that goes to loader workers: batches by (position, index) or (position, index, "pair").
 
-    The position in the epoch's order keys the random draws; the index selects the volume. channels: of an image.
-    maps: {kind: Maps}, read only for the volumes of pairs.
+    The position in the epoch's order keys the random draws; the index selects the volume.
     """
 
-    def __init__(self, images, channels, maps):
-        self.images = images
-        self.channels = channels
-        self.maps = maps
+    images: object
+    channels: int  # of an image
+    maps: dict  # {kind: Maps}, read only for the volumes of pairs
 
     def __getitems__(self, addresses):
         positions, indices, *of_pairs = zip(*addresses)
@@ -147,7 +146,6 @@ def stacked(arrays, indices, channels=1):
     """Arrays of one shape as a batch: (B, 1, *shape), or (B, C, *spatial) if their first axis is several channels."""
     batch = torch.from_numpy(np.stack([arrays[index] for index in indices]))
     return batch.unsqueeze(1) if channels == 1 else batch
-
 
 
 def make_loader(dataset, batch_list, cfg):
@@ -412,11 +410,8 @@ def make_dataset(items, rule, what, kinds, cache, cfg, in_memory, show):
     memory. cache: from `open_cache`, or None. in_memory: read all volumes now.
     """
     if cache:
-        number_of = {item["id"]: number for number, item in enumerate(cache["items"])}
-        numbers = [number_of[item["id"]] for item in items]
-        places = [[cache[name][number] for number in numbers] for name in ("groups", "rows")]
         # Pages of a copy in memory count as this process's own; maps kept open look like a leak until all are in use.
-        images, labels, masks = (Rows(cache["folder"], kind, *places, keep=not cache["staged"]) for kind in KINDS)
+        images, labels, masks = (Rows(cache["folder"], kind, items, keep=not cache["staged"]) for kind in KINDS)
     elif in_memory:
         # Reading all at once also finds every bad file before the training starts.
         volumes = []

@@ -1,4 +1,4 @@
-"""Grids: bring volumes onto the training grid and back, with one interpolation, and compare grids.
+"""Grids: bring volumes onto the training grid with one interpolation, and compare grids.
 
 Arrays and affines are those of Dataloader/nifti.py: axes i, j, k of the file, voxel to world in millimetres, RAS.
 """
@@ -100,7 +100,7 @@ def grid_difference(shape, affine, other_shape, other_affine):
         phrases.append(f"shapes {tuple(shape)} and {tuple(other_shape)}")
     voxels = [np.asarray(one, np.float64)[:3, :dims] for one in (affine, other_affine)]
     spacings = [np.linalg.norm(one, axis=0) for one in voxels]
-    if len(spacings[0]) == len(spacings[1]) and np.abs(spacings[0] / spacings[1] - 1).max() > 1e-3:
+    if np.abs(spacings[0] / spacings[1] - 1).max() > 1e-3:
         phrases.append("spacings " + " and ".join(" x ".join(f"{mm:.4g}" for mm in one) for one in spacings) + " mm")
     cosines = [one / spacing for one, spacing in zip(voxels, spacings)]
     degrees = np.rad2deg(np.arccos(np.clip((cosines[0] * cosines[1]).sum(0), -1, 1))).max()
@@ -191,19 +191,6 @@ def to_grid(array, affine, size, spacing_mm, order=1, box=None):
     # grid-constant: "constant" drops the outer half voxel, and with a rounding error a whole border plane.
     array = ndimage.affine_transform(array, scale, offset, size, order=order, mode="grid-constant", cval=0)
     return array, new_affine
-
-
-def from_grid(array, grid_affine, shape, affine, order=1):
-    """Bring a volume on a grid of `to_grid` back to the grid of its file, in the file's orientation.
-
-    array: (D, H, W) or (H, W) on the grid. grid_affine: of the grid, 4x4. shape, affine: of the file. order: 1 for
-    images (float32 out), 0 for labels (dtype kept). Returns: array of `shape`; 0 where the grid does not reach.
-    """
-    dims = array.ndim
-    change = np.linalg.inv(grid_affine) @ np.asarray(affine, np.float64)
-    array = array.astype(np.float32 if order else array.dtype, copy=False)
-    return ndimage.affine_transform(array, change[:dims, :dims], change[:dims, 3], tuple(shape), order=order,
-                                    mode="grid-constant", cval=0)
 
 
 def _embed(matrix, offset):

@@ -3,16 +3,9 @@ import base64
 
 import nibabel
 import numpy as np
+from scipy import ndimage
 
-from Dataloader.grids import (
-    foreground_box,
-    from_grid,
-    intensity_range,
-    require_same_grid,
-    rescale,
-    to_canonical,
-    to_grid,
-)
+from Dataloader.grids import foreground_box, intensity_range, require_same_grid, rescale, to_canonical, to_grid
 from Dataloader.nifti import read_channels, read_label, read_numbers, read_raw_header, read_volume, require_image
 from Runtime.errors import InputError
 
@@ -98,16 +91,22 @@ def original_header(record):
     return kind(block, check=False)
 
 
-def to_original(array, record, order=1, intensities=False, channel=0):
+def to_original(array, record, channel=None):
     """Bring an array from the training grid to the grid of the volume's file, for `write_volume`.
 
-    array: (D, H, W) or (H, W) on the training grid. record: from `describe`. order: 1 for images, 0 for labels.
-    intensities: map 0 and 1 back to file intensities; with several channels, to those of number `channel`.
-    Returns: array of the file's shape. Outside the grid it is 0, or, with intensities, what 0 stands for.
+    array: (D, H, W) or (H, W) on the training grid. record: from `describe`. channel: number of an image's channel,
+    whose file intensities replace 0 and 1; None for labels, which keep their dtype.
+    Returns: array of the file's shape. Outside the grid it is 0, or what 0 stands for in an image.
     """
-    array = from_grid(array, record["grid_affine"], record["shape"], record["affine"], order)
+    dims, is_image = array.ndim, channel is not None
+    change = np.linalg.inv(record["grid_affine"]) @ np.asarray(record["affine"], np.float64)
+    array = array.astype(np.float32 if is_image else array.dtype, copy=False)
+    array = ndimage.affine_transform(array, change[:dims, :dims], change[:dims, 3], tuple(record["shape"]),
+                                     order=int(is_image), mode="grid-constant", cval=0)
+    if not is_image:
+        return array
     low, high = (np.ravel(record[name])[channel] for name in ("low", "high"))
-    return array * np.float32(high - low) + np.float32(low) if intensities else array
+    return array * np.float32(high - low) + np.float32(low)
 
 
 def read_beside(item, kind, shape, affine, read=read_label):

@@ -165,9 +165,9 @@ def test_a_cache_gives_back_each_channel(data, tmp_path):
     item = next(item for item in read_datalist(data / "data", channels=2) if item["id"] == train.items[3]["id"])
     prepared = on_grid(item, cfg)
     assert train.image(3).shape == (2, 8, 8, 8) and np.array_equal(train.image(3), prepared["image"])
-    line = record(tmp_path / "cache", item["id"])
+    line = record(tmp_path / "cache", train.items[3])
     for channel, path in enumerate([item["image"], *item["channels"]]):
-        back = to_original(prepared["image"][channel], line, intensities=True, channel=channel)
+        back = to_original(prepared["image"][channel], line, channel)
         limits = read_volume(path)[0].min(), read_volume(path)[0].max()
         assert limits[0] - 1e-3 <= back.min() and back.max() <= limits[1] + 1e-3
     assert OM_prepare.main([*command, "--export", item["id"], str(tmp_path / "out")]) == 0
@@ -181,12 +181,12 @@ def test_a_changed_channel_is_prepared_anew(tmp_path):
     command = options(tmp_path, tmp_path, data__cache=tmp_path / "cache", data__train_ids="", data__val_ids="")
     assert OM_prepare.main(command) == 0
     before = open_cache(tmp_path / "cache", cfg)
-    old = np.array(cache.Rows(before["folder"], "image", before["groups"], before["rows"], keep=False)[0])
+    old = np.array(cache.Rows(before["folder"], "image", before["items"], keep=False)[0])
     array, affine = read_volume(tmp_path / "data/a_0001.nii")
     write_volume(tmp_path / "data/a_0001.nii", array[::-1], affine)
     assert OM_prepare.main(command) == 0
     after = open_cache(tmp_path / "cache", cfg)
-    new = np.array(cache.Rows(after["folder"], "image", after["groups"], after["rows"], keep=False)[0])
+    new = np.array(cache.Rows(after["folder"], "image", after["items"], keep=False)[0])
     assert np.array_equal(new[0], old[0]) and not np.array_equal(new[1], old[1])
 
 

@@ -6,10 +6,12 @@ import nibabel
 import numpy as np
 import pytest
 import SimpleITK as sitk
+import torch
 
 import OM_prepare
 from Dataloader import cache
-from Dataloader.grids import SAME_GRID, from_grid, same_grid
+from Dataloader.dataset import as_float
+from Dataloader.grids import SAME_GRID, same_grid
 from Dataloader.nifti import write_volume
 from Dataloader.prepare import describe, on_grid, original_header, to_original
 from Dataloader.synthetic import make_subject
@@ -82,7 +84,7 @@ def test_a_volume_comes_back_to_its_own_grid_within_the_error_of_two_interpolati
     radius = np.linalg.norm(where - where.reshape(3, -1).mean(1).reshape(3, *[1] * len(shape)), axis=0)
     label = np.where(radius < 8, 7, 0).astype(np.int16)
     found, record = prepared(save(tmp_path, image, affine, label=label), keys(size, spacing_mm))
-    back = to_original(found["image"], record, intensities=True)
+    back = to_original(found["image"], record, channel=0)
     assert back.shape == shape and back.dtype == np.float32
     # Where each voxel of the file is on the grid: the permuted axes of the file.
     grid = np.tensordot(np.linalg.inv(found["grid_affine"])[:len(shape)],
@@ -98,7 +100,7 @@ def test_a_volume_comes_back_to_its_own_grid_within_the_error_of_two_interpolati
     assert wrong > 1, "something was interpolated"
     outside = ((grid <= -1) | (grid >= sides)).any(0)
     assert (back[outside] == LOW).all()
-    labels = to_original(found["label"], record, order=0)
+    labels = to_original(found["label"], record)
     sure = np.abs(radius - 8) > spacing_mm * 3 ** 0.5 / 2 + np.linalg.norm(affine[:3, :3], axis=0).max() * 3 ** 0.5 / 2
     assert labels.dtype == np.int16 and np.array_equal(labels[sure & ~outside], label[sure & ~outside])
     assert (labels[outside] == 0).all() and (labels == 7).any()
@@ -109,13 +111,13 @@ def test_a_crop_or_padding_comes_back_exactly(tmp_path, shape, affine, size, spa
     rng = np.random.default_rng(0)
     image, label = rng.uniform(LOW, HIGH, shape).astype(np.float32), rng.integers(-3, 300, shape).astype(np.int16)
     found, record = prepared(save(tmp_path, image, affine, label=label), keys(size, spacing_mm))
-    back = to_original(found["image"], record, intensities=True)
+    back = to_original(found["image"], record, channel=0)
     # Which voxels of the file the grid has: what comes back of a grid full of ones.
-    there = to_original(np.ones(size, np.int16), record, order=0) == 1
+    there = to_original(np.ones(size, np.int16), record) == 1
     assert there.sum() > 0.2 * image.size
     assert np.abs(back - image)[there].max() <= (HIGH - LOW) * (2.0 ** -24 + 2.0 ** -22)
     assert np.abs(back[~there] - LOW).max(initial=0) <= (HIGH - LOW) * 2.0 ** -22
-    labels = to_original(found["label"], record, order=0)
+    labels = to_original(found["label"], record)
     assert np.array_equal(labels, np.where(there, label, 0))
     # The grid shows as many voxels of the file as fit along each axis of either.
     turned = np.abs(np.rint(np.linalg.inv(found["grid_affine"]) @ affine))[:len(size), :len(size)]
@@ -134,10 +136,10 @@ def test_the_grid_is_where_itk_says_it_is(tmp_path, shape, affine, size, spacing
     # ITK takes the outer half voxel from the edge, this grid fades to 0 there.
     ones = on_grid(save(tmp_path, 0.9995 * inside(shape), affine), keys(size, spacing_mm, window=[0, 1]))["image"]
     assert (inner & (ones > 0.999)).mean() > 0.1 and apart[inner & (ones > 0.999)].max() < 0.05
-    back = to_original(found["image"], record, intensities=True)
+    back = to_original(found["image"], record, channel=0)
     ours = to_itk(found["image"], found["grid_affine"])
     theirs = sitk.GetArrayFromImage(sitk.Resample(ours, file, sitk.Transform(), sitk.sitkLinear, 0.0)).T
-    reached = to_original(inside(size), record) > 0.999
+    reached = to_original(inside(size), {**record, "low": 0, "high": 1}, channel=0) > 0.999
     assert reached.mean() > 0.2
     assert np.abs(LOW + (HIGH - LOW) * theirs - back)[reached].max() < 0.05
 
@@ -167,8 +169,9 @@ def test_stored_intensities_are_those_of_the_window_or_the_percentiles_within_ha
     stored = arrays["images"][0]
     assert stored.dtype == dtype and set(arrays) == {"images"}
     half_step = {"uint8": 0.5 / 255, "float16": 2.0 ** -12, "float32": 2.0 ** -24}[dtype]
-    assert np.abs(cache.decode(stored) - expected).max() <= half_step * 1.001
-    assert cache.decode(stored).min() == 0 and cache.decode(stored).max() == 1
+    found = as_float(torch.from_numpy(stored)).numpy()
+    assert np.abs(found - expected).max() <= half_step * 1.001
+    assert found.min() == 0 and found.max() == 1
     line = record["volumes"][0]
     assert (line["low"], line["high"]) == pytest.approx((low, high), rel=1e-6)
 
@@ -205,9 +208,9 @@ def test_the_grid_is_centred_on_the_foreground_or_on_the_mask(tmp_path, masked, 
     assert step == pytest.approx([spacing_mm or side / 16] * 3)
     assert (found["mask"] is not None) == masked
     if spacing_mm:
-        kept = to_original(found["image"], record, intensities=True)
+        kept = to_original(found["image"], record, channel=0)
         first = [np.ceil(c - 7.5 - 0.5) for c in np.mean(box, 0)]
-        there = to_original(np.ones((16, 16, 16), np.int16), record, order=0) == 1
+        there = to_original(np.ones((16, 16, 16), np.int16), record) == 1
         assert there.sum() == 16 ** 3 and np.abs(np.argwhere(there).min(0) - first).max() <= 1
         np.testing.assert_allclose(kept[there], image[there], atol=1e-3)
         assert masked == bool((np.abs(kept[there] - 90) < 1e-3).any()), "what is around the box stays"
@@ -261,7 +264,7 @@ def test_the_header_of_the_file_comes_back(tmp_path, kind, endian):
     again = original_header(record)
     assert again.binaryblock == nibabel.load(tmp_path / "image.nii").header.binaryblock
     assert base64.b64decode(record["header"]) == again.binaryblock
-    write_volume(tmp_path / "back.nii.gz", to_original(found["image"], record, intensities=True),
+    write_volume(tmp_path / "back.nii.gz", to_original(found["image"], record, channel=0),
                  np.array(record["affine"]), again)
     back = nibabel.load(tmp_path / "back.nii.gz")
     assert back.header["descrip"].item() == b"scanner seven"
@@ -284,12 +287,12 @@ def test_a_page_that_cannot_be_written_blames_the_folder_of_logs(tmp_path, monke
     image = make_subject(0, 8)["image"]
     monkeypatch.setattr("Report.page.write_page", full)
     monkeypatch.setattr(OM_prepare, "sample_of", lambda *arguments: [("one", image, None)])
-    manifest = {"volumes": [["one", "one", "", 0, 0, False]], "refused": []}
+    volumes = [{"subject": "one", "label": False}]
     with pytest.raises(InputError, match="run.logs .*: the page of the cache cannot be written there .*No space left"):
-        OM_prepare.write_report(tmp_path, manifest, config(tmp_path), 1)
+        OM_prepare.write_report(tmp_path, volumes, [], config(tmp_path), 1)
 
 
-def test_from_grid_undoes_every_orientation_and_keeps_the_dtype():
+def test_to_original_undoes_every_orientation_and_keeps_the_dtype():
     array = np.random.default_rng(1).integers(0, 9, (4, 5, 6)).astype(np.uint8)
     for axes, signs in itertools.product(itertools.permutations(range(3)), itertools.product((1, -1), repeat=3)):
         affine = make_affine(axes, signs)
@@ -298,7 +301,7 @@ def test_from_grid_undoes_every_orientation_and_keeps_the_dtype():
         low = where.reshape(3, -1).min(1)
         grid = np.eye(4)
         grid[:3, 3] = low
-        back = from_grid(array, grid, shape, affine, order=0)
+        back = to_original(array, {"grid_affine": grid, "shape": shape, "affine": affine})
         index = (where - low.reshape(3, 1, 1, 1)).astype(int)
         assert back.dtype == np.uint8 and np.array_equal(back, array[tuple(index)])
 
