@@ -164,14 +164,8 @@ def name_subjects(root, items, pattern=""):
                                  "the subjects in a list.")
             item["subject"] = match[1]
         else:
-            of_channel = stem[:channel.start(1) - 1] if all(channels) else ""
-            item["subject"] = bids_subject(stem) or of_channel or item["id"]
-
-
-def bids_subject(name):
-    """sub-XX from a BIDS name; "" from any other name."""
-    match = BIDS.match(name)
-    return match[0] if match else ""
+            bids, of_channel = BIDS.match(stem), stem[:channel.start(1) - 1] if all(channels) else ""
+            item["subject"] = bids[0] if bids else of_channel or item["id"]
 
 
 def subject_key(subject):
@@ -244,24 +238,22 @@ def _place(subject):
 def select(source, items, ids):
     """The items that `ids` names.
 
-    source: start of the error messages, such as the data folder. items: dicts with "id" and maybe "subject". ids:
-    numbers and rising ranges such as "1-60,75"; "" takes all. They are compared with the last number in the id, or in
-    the subject if the id begins with it, so that the volumes of a subject stay together. A share such as "25%" takes
-    the subjects with the highest `_place`, so a larger share contains every smaller one.
+    source: start of the error messages, such as the data folder. items: dicts with "id" and "subject". ids: numbers
+    and rising ranges such as "1-60,75"; "" takes all. They are compared with the last number in the id, or in the
+    subject if the id begins with it, so that the volumes of a subject stay together. A share such as "25%" takes the
+    subjects with the highest `_place`, so a larger share contains every smaller one.
     Returns: list of items in their order. Raises InputError for ids that cannot be read or select nothing.
     """
-    ids = str(ids)
     if not ids.strip():
         return items
     if share := share_of(ids):
-        subjects = sorted({item.get("subject", item["id"]) for item in items}, key=_place, reverse=True)
+        subjects = sorted({item["subject"] for item in items}, key=_place, reverse=True)
         taken = set(subjects[:math.ceil(share * len(subjects))])
-        return [item for item in items if item.get("subject", item["id"]) in taken]
+        return [item for item in items if item["subject"] in taken]
     ranges = read_ranges(ids, f"{source}: ids")
     chosen = []
     for item in items:
-        subject = item.get("subject", item["id"])
-        numbers = re.findall(r"\d+", subject if item["id"].startswith(subject) else item["id"])
+        numbers = re.findall(r"\d+", item["subject"] if item["id"].startswith(item["subject"]) else item["id"])
         if numbers and any(int(numbers[-1]) in span for span in ranges):
             chosen.append(item)
     if not chosen:
@@ -409,8 +401,11 @@ def _from_json(path):
     if not all(isinstance(word, str) for word in modalities.values()):
         raise InputError(f"{path}: \"modality\" {modalities} is not one word per channel; correct it.")
     entries = [_checked_entry(path, entry) for entry in entries] + _validation_entries(path, content)
+    for entry in entries:
+        if "modality" not in entry and (channel := CHANNEL.search(_stem(entry["image"]))):
+            entry["modality"] = modalities.get(str(int(channel[1])), "")
     listings = Listings()
-    return [_listed_item(path, path.parent, entry, listings, modalities) for entry in entries]
+    return [_listed_item(path, path.parent, entry, listings) for entry in entries]
 
 
 def _from_nnunet(path, content):
@@ -489,7 +484,7 @@ def _from_csv(path):
         if "/" in entry.get("id", ""):
             raise InputError(f"{where}: the id {entry['id']} contains a slash, which a file name cannot; choose "
                              "another.")
-        items.append(_listed_item(where, path.parent, entry, listings, {}))
+        items.append(_listed_item(where, path.parent, entry, listings))
     return items
 
 
@@ -528,7 +523,7 @@ def read_csv(path, known):
     return header, entries
 
 
-def _listed_item(where, folder, entry, listings, modalities):
+def _listed_item(where, folder, entry, listings):
     """The item of a list entry. where: list and line, for the errors. Raises InputError if a file is missing."""
     paths = {role: folder / entry[role] if role in entry else None for role in ("image", "label", "mask")}
     further = {role: folder / entry[role] for role in FURTHER if role in entry}
@@ -539,7 +534,7 @@ def _listed_item(where, folder, entry, listings, modalities):
     if entry.get("split", "train").lower() not in SPLITS:
         raise InputError(f"{where}: the split {entry['split']} of {paths['image'].name} is not train, val or test; "
                          "correct it, or leave it empty for training.")
-    item = _item(**paths, words=entry, modalities=modalities)
+    item = _item(**paths, words=entry)
     return {**item, "channels": list(further.values())} if further else item
 
 
@@ -552,7 +547,7 @@ def _from_paths(root, paths, channels):
     for image in images:
         label = _sibling(root, image, "labelsTr", listings, channels) or label_beside(image, listings)
         mask = _sibling(root, image, "masksTr", listings, channels)
-        items.append(_item(image, label, mask))
+        items.append(_item(image, label, mask, {}))
     masks = [folder for folder, names in listings.items() if names is not None and folder.name == "masksTr"]
     if masks and not any(item["mask"] for item in items):
         raise InputError(f"{masks[0]}: no mask has the name of an image, such as {items[0]['image'].name}; rename the "
@@ -617,7 +612,7 @@ def label_beside(image, listings=None):
     """
     image, full = Path(image), _stem(image)
     stem = ENTITIES.sub("", full)
-    wanted = (stem, volume_id(stem), stem.rpartition("_")[0] if bids_subject(stem) else stem)
+    wanted = (stem, volume_id(stem), stem.rpartition("_")[0] if BIDS.match(stem) else stem)
     own = {"space-orig", f"space-{stem.rpartition('_')[2]}"}
     grid, entities = set(GRID.findall(full)) - own, set(ENTITIES.findall(full))
     named = (Listings() if listings is None else listings).segmentations(image.parent)
@@ -643,10 +638,7 @@ def _sibling(root, image, kind, listings, channels):
     folder = (image.parent.parent if image.parent.name == "imagesTr" else root) / kind
     if listings[folder] is None:
         return None
-    identities = [volume_id(image)]
-    numbered = NUMBERED.fullmatch(_stem(image))
-    if channels > 1 and numbered:
-        identities.append(numbered[1])
+    identities = (volume_id(image), case_and_channel(image)[0]) if channels > 1 else (volume_id(image),)
     names = itertools.chain([image.name], (identity + suffix for identity in identities for suffix in SUFFIXES))
     sibling = next((folder / name for name in names if _is_file(folder / name, listings)), None)
     if sibling is None and kind == "labelsTr":
@@ -655,18 +647,10 @@ def _sibling(root, image, kind, listings, channels):
     return sibling
 
 
-def _item(image, label, mask, words=None, modalities=None):
-    """The item of a volume, as `read_datalist` returns it.
-
-    words: id, subject, modality and split, as far as the list names them. modalities: {channel number as text: name}.
-    """
-    words = words or {}
-    channel = CHANNEL.search(_stem(image))
-    modality = words.get("modality", "")
-    if not modality and channel:
-        modality = (modalities or {}).get(str(int(channel[1])), "")
+def _item(image, label, mask, words):
+    """The item of a volume, as `read_datalist` returns it. words: its id, subject, modality, split, if listed."""
     return {"id": words.get("id") or volume_id(image), "image": image, "label": label, "mask": mask,
-            "subject": words.get("subject", ""), "modality": modality,
+            "subject": words.get("subject", ""), "modality": words.get("modality", ""),
             "split": SPLITS.get(words.get("split", "").lower(), "")}
 
 

@@ -80,7 +80,7 @@ def test_2d_folder(tmp_path):
 
 @pytest.mark.parametrize("ids, expected", [
     ("", [1, 5, 60, 75, 201]), (" ", [1, 5, 60, 75, 201]), ("1-60,75", [1, 5, 60, 75]), (" 5 , 201-230 ", [5, 201]),
-    (75, [75]), ("9-9,1", [1])])
+    ("75", [75]), ("9-9,1", [1])])
 def test_ids_select_by_the_last_number(tmp_path, ids, expected):
     make(tmp_path, " ".join(f"t2_{number:03d}.nii.gz" for number in (1, 5, 60, 75, 201)))
     assert [int(item["id"][3:]) for item in read_datalist(tmp_path, ids=ids)] == expected
@@ -89,11 +89,11 @@ def test_ids_select_by_the_last_number(tmp_path, ids, expected):
 @pytest.mark.parametrize("ids", ["1-", "a", "1,,2", "9-3", "1;2", "-4", "1-2-3"])
 def test_bad_ids(ids):
     with refused(f"Cache/x: ids \"{re.escape(ids)}\": .* is not a number or a rising range"):
-        select("Cache/x", [{"id": "a_1"}], ids)
+        select("Cache/x", [{"id": "a_1", "subject": "a"}], ids)
 
 
 def test_ids_that_select_nothing_name_what_exists():
-    items = [{"id": name} for name in ("a_3", "a_7", "no_number")]
+    items = [{"id": name, "subject": name} for name in ("a_3", "a_7", "no_number")]
     with refused("Cache/x: ids \"4-6\" select no volume of the 3 volumes from a_3 to no_number"):
         select("Cache/x", items, "4-6")
 
