@@ -46,11 +46,7 @@ def label_map(seed, number, size):
 
     seed, number: ints. size: (D, H, W) or (H, W), of at least LEAST_SIDE voxels each.
     Returns: int16 (*size), 0 to MOST_LABELS; 0 is the space around a body, if there is any. Not every label occurs.
-    Raises ValueError if an axis is shorter.
     """
-    size = tuple(int(n) for n in size)
-    if len(size) not in (2, 3) or min(size) < LEAST_SIDE:
-        raise ValueError(f"size {size}: an anatomy has 2 or 3 axes of at least {LEAST_SIDE} voxels")
     rng = _rng(seed, "anatomy", number)
     count = rng.integers(REGIONS[0], REGIONS[1] + 1)
     highest, label = np.full(size, -np.inf), np.zeros(size, np.int16)

@@ -159,7 +159,6 @@ def _header(sitk, file, path):
     return reader
 
 
-
 def _step_between(path, headers):
     """The step from slice to slice, (3,) mm, LPS. Raises InputError for steps, sizes or directions that differ."""
     planes = [(header.GetSize(), np.round([*header.GetDirection(), *header.GetSpacing()[:2]], 3).tolist())

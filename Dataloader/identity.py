@@ -108,4 +108,3 @@ def compare_data(before, now, path):
 def by_id(described):
     """{id: dict of COLUMNS}. described: from `describe_data`."""
     return {row[0]: dict(zip(COLUMNS, row)) for row in volumes_of(described)}
-

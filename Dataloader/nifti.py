@@ -85,7 +85,6 @@ def read_channels(path, dims=3, count=1):
     return arrays, affine
 
 
-
 def checked_image(path, array):
     """An image as float32, C-contiguous. path: its name in errors.
 
@@ -386,7 +385,7 @@ def read_voxels(path, image):
             image = kind.from_bytes(content)
             _require_bytes(path, image, len(content))
         array = np.asanyarray(image.dataobj)
-        array = array.astype(array.dtype.newbyteorder("="), copy=False) if kind is nibabel.MGHImage else array
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
     except InputError:
         raise
     except READ_ERRORS as error:
@@ -509,7 +508,7 @@ def write_field(path, field, affine, header=None):
     field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine, header: of the fixed volume; the
     descriptive fields of the header are kept.
     """
-    header = nibabel.Nifti1Header() if header is None else nibabel.Nifti1Header.from_header(header)
+    header = nibabel.Nifti1Header.from_header(header)
     header.set_intent(VECTOR)
     vectors = np.empty((*field.shape[1:], *[1] * (3 - len(field)), 1, 3), np.float32)
     for slab in slabs(field.shape[1:]):
@@ -581,7 +580,7 @@ def _require_ours(path, header):
 def move_points(points_mm, field, affine):
     """The positions of points of the fixed volume in the moving one: x_mm + A u(A^-1 x_mm), in millimetres, RAS.
 
-    The displacement u is interpolated linearly. Outside the grid it goes on from that of the border by the affine map
+    The displacement u is interpolated linearly. Outside the grid it is extrapolated from the border by the affine map
     that fits the whole field best: an affine registration moves such points exactly.
     points_mm: (P, 3). field: (3, D, H, W) in voxels. affine: 4x4, of the fixed volume. Returns: (P, 3) float64.
     """
@@ -635,9 +634,9 @@ def read_points(path):
             raise InputError(f"{path}: its header {', '.join(rows[0])} does not name the columns x, y and z; correct "
                              "it, or leave it out.")
         columns, first = tuple(names.index(axis) for axis in "xyz"), 1
-    points_mm = []
+    points_mm, wanted = [], len(rows[0]) if first else 3
     for number, row in enumerate(rows[first:], first + 1):
-        point_mm = [_number(row[column]) for column in columns] if len(row) == (len(rows[0]) if first else 3) else [None]
+        point_mm = [_number(row[column]) for column in columns] if len(row) == wanted else [None]
         if None in point_mm:
             advice = "" if first or len(row) < 4 else "; a header row must name the columns x, y and z"
             raise InputError(f"{path} row {number}: {', '.join(row)} is not x, y, z in millimetres{advice}.")

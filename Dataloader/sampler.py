@@ -27,9 +27,7 @@ def pair_rule(cfg, items):
     """
     words = {key: cfg[key] for key in ("data.pair_subjects", "data.pair_modalities")}
     choices = [f"{key}={word}" for key, word in words.items() if word != "any"]
-    others = list(choices)
-    if cfg["data.labelled_pairs"]:
-        others.append(f"data.labelled_pairs={cfg['data.labelled_pairs']}")
+    others = choices + ([f"data.labelled_pairs={cfg['data.labelled_pairs']}"] if cfg["data.labelled_pairs"] else [])
     if cfg["data.pair_list"] and others:
         raise InputError(f"data.pair_list {cfg['data.pair_list']} already lists the pairs: remove it, or remove "
                          f"{' and '.join(others)}.")

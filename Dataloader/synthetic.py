@@ -36,8 +36,8 @@ def template(size, dims=3):
     Returns: image float32 in [0, 1], 0 at the border; label int16, 0 to 6 as in LABELS; both of shape `size`.
     """
     size = _shape(size, dims)
-    axes_norm = [(np.arange(n) + 0.5) * 2 / n - 1 for n in size]  # -1 .. 1 from face to face
-    x, y, z = np.meshgrid(*axes_norm, [0.0], indexing="ij") if dims == 2 else np.meshgrid(*axes_norm, indexing="ij")
+    axes_norm = [(np.arange(n) + 0.5) * 2 / n - 1 for n in size] + [[0.0]] * (3 - dims)  # -1 .. 1 from face to face
+    x, y, z = np.meshgrid(*axes_norm, indexing="ij")
     head = _distance(x, y, z, (0, 0, 0), (0.72, 0.80, 0.74))
     image = 0.35 * _soft(head, 0.05)
     label = np.zeros(x.shape, np.int16)
