@@ -90,29 +90,20 @@ def pair_figure(pair):
 
 
 def means(rows, failed):
-    """The means of all columns, the numbers of finished and failed pairs, and the count of each verdict: a flat dict.
-
-    rows, failed: of the results.
-    """
+    """The means of all columns, the numbers of done and failed pairs, and the count of each verdict: a flat dict."""
     columns = {column: round(mean, 5) for column, (mean, _, _) in spread(rows, COLUMNS).items()}
     verdicts = {f"verdict_{word}": sum(row.get("verdict") == word for row in rows) for word in VERDICTS}
     return {**columns, "pairs": len(rows), "failed": len(failed), **verdicts}
 
 
-def worst_first(rows):
-    """The rows sorted by mean Dice if all have one, else by similarity, worst first; and the name of that score."""
-    if all(row.get("dice") is not None for row in rows):
-        return sorted(rows, key=lambda row: row["dice"]), "Dice"
-    return sorted(rows, key=lambda row: row["similarity"]), "similarity"
-
-
 def write_report(folder, rows, failed, lead, dims):
     """Write report.html and print its table. It shows a single pair itself; several pairs get a page each.
 
-    folder: where the page goes. rows: of the results, at least one. failed: dicts of name and reason. lead: how the
-    pairs were registered. Returns: the page's path.
+    rows, failed: of the results, at least one row. lead: how the pairs were registered. Returns: the page's path.
     """
-    columns, (ordered, order_word) = spread(rows, COLUMNS), worst_first(rows)
+    columns = spread(rows, COLUMNS)
+    by_dice = all(row.get("dice") is not None for row in rows)
+    ordered = sorted(rows, key=lambda row: row["dice" if by_dice else "similarity"])
     header = ["pair", "verdict", *map(heading, columns)]
     formats = [None, None, *[COLUMNS[column] for column in columns]]
     lines = [[row["name"].replace("_to_", " to "), row["verdict"], *[row.get(column) for column in columns]]
@@ -135,8 +126,8 @@ def write_report(folder, rows, failed, lead, dims):
         pages = [Path(row["folder"]) / PAIR_PAGE for row in ordered]
         linked = [[(line[0], link(page, folder)) if page.is_file() else line[0], *line[1:]]
                   for line, page in zip(lines, pages)]
-        note = (f"Worst {order_word} first; a name opens the page of its pair. Before: as the headers place the "
-                "volumes. Seconds without reading files.")
+        note = (f"Worst {'Dice' if by_dice else 'similarity'} first; a name opens the page of its pair. Before: as the "
+                "headers place the volumes. Seconds without reading files.")
         sections += [("Scores", cards_html(score_cards(columns, len(rows)), EXPLAINED)),
                      ("Pairs", table_html(header, linked, note, formats, EXPLAINED))]
     return write_page(folder / "report.html", title, how, sections, viewer=True)
@@ -148,16 +139,13 @@ def link(path, folder):
 
 
 def write_pair_page(folder, row, pair):
-    """Write the page of one pair of a list. folder: of the pair, which has its files. pair: of `read_pair`."""
+    """Write the page of one pair of a list into its folder. pair: of `read_pair`."""
     sections = [("", verdicts_html([row])), *pair_sections(row, folder, pair)]
     write_page(folder / PAIR_PAGE, row["name"], "", sections, viewer=True)
 
 
 def pair_sections(row, folder, pair):
-    """The sections of a page in `folder` that show a pair: the viewer, the picture, the scores and the files.
-
-    The picture in the pair's folder is used if there is one. row: of the results. pair: from `read_pair`.
-    """
+    """The viewer, picture, scores and files of a pair, for a page in `folder`. pair: from `read_pair`."""
     drawn = Path(row["folder"]) / "picture.png"
     png = drawn.read_bytes() if drawn.is_file() else figure_png(pair_figure(pair))
     written = sorted(path for path in Path(row["folder"]).iterdir() if path.name in WORDS_OF_FILES)
@@ -170,10 +158,7 @@ def pair_sections(row, folder, pair):
 
 
 def score_cards(columns, count):
-    """Cards of the mean scores; if a score was also measured before the registration, its card judges the change.
-
-    columns: from `spread`. count: number of pairs.
-    """
+    """Cards of the mean scores, `spread`, of `count` pairs; one measured before the registration judges the change."""
     cards = []
     for column, (mean, deviation, _) in columns.items():
         form, note = COLUMNS[column], f"sd {deviation:{COLUMNS[column]}}" if count > 1 else ""

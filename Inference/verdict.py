@@ -29,8 +29,8 @@ LEAST_LIST = 8  # pairs; a shorter list says nothing about one of them
 def judge(scores):
     """The verdict on one pair: ("ok", "doubtful" or "failed"; the reason in one sentence, "" for ok).
 
-    scores: the result of Inference/registration.py's `register`, or the row of a pair; what is missing or None is not
-    judged. The reason is that of the worst finding.
+    scores: of `pair_scores`, or the row of a pair; what is missing or None is not judged. The reason is that of the
+    worst finding.
     """
     found = [finding for check in CHECKS for finding in check(scores)]
     return max(found, key=lambda finding: VERDICTS.index(finding[0]), default=("ok", ""))

@@ -27,11 +27,11 @@ LEVELS = 31  # colours of the determinant; few, because they compress well
 def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES, body=None):
     """HTML of one viewer, for a page of `write_page` with a viewer.
 
-    name: of what is shown, for screen readers. images: {word: (D, H, W) or (H, W), values 0..1}, all on one
-    grid, two or more; the others are compared with the first. field: (N, *spatial), displacement in
-    voxels, whose deformed grid and Jacobian are shown. affine: 4x4 of the grid. labels: {word: label map} for the same
-    words, or None. budget: bytes that the voxels may take; if they need more they are averaged on a coarser grid, and
-    the page gives its size. body: booleans on the grid, where the deformed grid is shown; None for everywhere.
+    name: of what is shown, for screen readers. images: {word: (D, H, W) or (H, W), values 0..1}, two or more on one
+    grid; the others are compared with the first. field: (N, *spatial) in voxels, whose deformed grid and Jacobian are
+    shown. labels: {word: label map} for the same words, or None. budget: bytes that the voxels may take; if they need
+    more they are averaged on a coarser grid, and the page gives its size. body: booleans, where the deformed grid is
+    shown; None for everywhere.
     """
     turned = turn_to_screen(images, labels or {}, np.asarray(field, np.float32), affine, body)
     full, dims = turned["shape"], len(field)
@@ -93,10 +93,7 @@ def turn_to_screen(images, labels, field, affine, body):
 
 
 def coarser(shape, spacing, voxels):
-    """The shape of a grid of the same extent with at most this many voxels; the shortest sides of voxels grow first.
-
-    shape, spacing: three numbers each. Returns: a tuple of three ints.
-    """
+    """The shape of a grid of the same extent with at most this many voxels; the shortest sides of voxels grow first."""
     side, coarse = min(spacing), tuple(shape)
     while np.prod(coarse) > max(voxels, 1):
         side *= 1.01
@@ -108,10 +105,13 @@ def pack_all(turned, shape):
     """What Report/viewer.js reads, as plain JSON. turned: from `turn_to_screen`. shape: of the grid that is shown."""
     scale = np.divide(turned["shape"], shape)
     spacing = scale * turned["spacing"]
-    images = {word: np.rint(255 * averaged(image, shape)) for word, image in turned["images"].items()}
+    images = {word: np.rint(255 * pooled(image, shape)) for word, image in turned["images"].items()}
     fixed, *others = images.values()
     differences = np.percentile([np.abs(other - fixed) for other in others], 99.5)
-    ranks = label_ranks(turned["labels"])
+    # Only the borders between labels are drawn: bytes are enough, with 0 for the background.
+    values = sorted(set().union(*[np.unique(label).tolist() for label in turned["labels"].values()]) - {0})
+    ranks = {word: (np.searchsorted(values, label) % 255 + 1) * (label != 0)
+             for word, label in turned["labels"].items()}
     return {"shape": shape, "spacing": spacing.tolist(), "fixed": list(turned["images"])[0],
             "images": {word: pack(image) for word, image in images.items()},
             "labels": {word: pack(nearest(rank, shape)) for word, rank in ranks.items()},
@@ -120,12 +120,6 @@ def pack_all(turned, shape):
             "difference_colours": pack(255 * colormaps["magma"](np.arange(256))),
             "brightest": max(1.0, float(differences)), "lines": [FIXED_LINE, MOVING_LINE],
             "grid": pack_grid(turned["field"], shape, scale, spacing)}
-
-
-def label_ranks(labels):
-    """The label maps as bytes, with 0 for the background; only the borders between labels are drawn."""
-    values = sorted(set().union(*[np.unique(label).tolist() for label in labels.values()]) - {0})
-    return {word: (np.searchsorted(values, label) % 255 + 1) * (label != 0) for word, label in labels.items()}
 
 
 def pack_grid(field, shape, scale, spacing):
@@ -147,9 +141,9 @@ def determinant_codes(determinant, half, shape):
     """1 .. LEVELS for determinants of 1 - half .. 1 + half; 0 where any voxel folds, LEVELS + 1 where one is NaN."""
     is_finite = np.isfinite(determinant)
     share = (np.clip(np.where(is_finite, determinant, 1), 1 - half, 1 + half) - 1 + half) / (2 * half)
-    codes = 1 + np.rint((LEVELS - 1) * averaged(share, shape))
-    codes[has_any(~is_finite, shape)] = LEVELS + 1
-    codes[has_any(is_finite & (determinant <= 0), shape)] = 0
+    codes = 1 + np.rint((LEVELS - 1) * pooled(share, shape))
+    codes[pooled(~is_finite, shape, F.adaptive_max_pool3d) > 0] = LEVELS + 1
+    codes[pooled(is_finite & (determinant <= 0), shape, F.adaptive_max_pool3d) > 0] = 0
     return codes
 
 
@@ -162,14 +156,8 @@ def determinant_colours():
     return 255 * np.vstack([[*to_rgb(FOLDED), 1], colours, [*to_rgb(NOT_FINITE), 0.8]])
 
 
-def averaged(volume, shape):
-    tensor = torch.from_numpy(np.ascontiguousarray(volume, np.float32))
-    return F.adaptive_avg_pool3d(tensor[None], shape)[0].numpy()
-
-
-def has_any(mask, shape):
-    tensor = torch.from_numpy(np.ascontiguousarray(mask, np.float32))
-    return F.adaptive_max_pool3d(tensor[None], shape)[0].numpy() > 0
+def pooled(volume, shape, pool=F.adaptive_avg_pool3d):
+    return pool(torch.from_numpy(np.ascontiguousarray(volume, np.float32))[None], shape)[0].numpy()
 
 
 def nearest(volume, shape):
@@ -225,10 +213,7 @@ def legends_html(fixed, half, grid_words):
 
 
 def help_html(others, full, shape, budget):
-    """The line below: the keys, which side is which, and how much of the volumes is shown.
-
-    others: the words of the moving volumes. full, shape: of the volumes, and of what is shown of them.
-    """
+    """The line below: the keys, which side is which, and how much of the volumes, `shape` of `full`, is shown."""
     keys = ["<kbd>\u2190</kbd> <kbd>\u2192</kbd> divider"]
     if len(full) == 3:
         keys.insert(0, "<kbd>\u2191</kbd> <kbd>\u2193</kbd> slices")
