@@ -17,7 +17,6 @@ import pickle
 import shutil
 import struct
 import sys
-import threading
 import zipfile
 
 import numpy as np
@@ -36,8 +35,6 @@ REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "c
 # What reading a damaged or foreign file may raise: flipped bits in a pickle lead to all of these.
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
               OverflowError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile)
-LAST = {"save": None}  # the Future of the last `save_in_background`
-TURN = threading.RLock()  # held while the manifest is read and written: otherwise two threads could lose an entry
 
 
 def _stderr(message):
@@ -72,46 +69,42 @@ def save(run, relative, state, metrics=None, best=None):
     if best is not None:
         best = {"checkpoint": relative, "metric": best[0], "value": float(best[1]), "measured_on": best[2]}
     partial = partial_path(target)
-    with TURN:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _write_and_read_back(partial, plain)
-            entry = _entry(partial, plain, metrics)
-            manifest = _manifest(run, _stderr)
-            before = manifest["best"]  # of an older version without "measured_on", which drew other validation pairs
-            if best and before and all(before.get(key) == best[key] for key in ("metric", "measured_on")):
-                best = best if best["value"] > before["value"] else None
-            # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
-            _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
-            replace(partial, target)
-            manifest["checkpoints"][relative] = entry
-            _write_manifest(run, manifest | {"best": best or manifest["best"]})
-        except (OSError, RuntimeError) as error:
-            _raise_write_failure(error, target)
-        finally:
-            if partial.exists():
-                partial.unlink()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write_and_read_back(partial, plain)
+        entry = _entry(partial, plain, metrics)
+        manifest = _manifest(run, _stderr)
+        before = manifest["best"]  # of an older version without "measured_on", which drew other validation pairs
+        if best and before and all(before.get(key) == best[key] for key in ("metric", "measured_on")):
+            best = best if best["value"] > before["value"] else None
+        # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
+        _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
+        replace(partial, target)
+        manifest["checkpoints"][relative] = entry
+        _write_manifest(run, manifest | {"best": best or manifest["best"]})
+    except (OSError, RuntimeError) as error:
+        _raise_write_failure(error, target)
+    finally:
+        if partial.exists():
+            partial.unlink()
     return entry
 
 
 def save_in_background(run, relative, state, metrics=None, best=None, keep=None):
-    """Copy `state` to CPU memory, then `save` the copy in a thread.
+    """Copy `state` to CPU memory, then `save` the copy in a thread. The caller waits for it before the next save.
 
     metrics, best: as in `save`. keep: (keep_last, keep_every, keep_tmp) of `prune`, which runs after the save and, if
-    the disk is full, before a second try. A second call waits for the first, so that memory holds one copy at a time.
-    Python exits only after the write.
+    the disk is full, before a second try. Python exits only after the write.
     Returns: Future of the result of `save`. Raises at once for a state that `save` refuses.
     """
-    if LAST["save"]:
-        concurrent.futures.wait([LAST["save"]])
     plain = _savable(state, relative, copy=True)
     # A new thread per file: once torch computes in a thread, OpenMP keeps helper threads for it until it ends. If
     # helpers outnumber the cores, all of them sleep between operations. With one permanent thread, each step on a CPU
     # took 50 % longer after the first checkpoint.
     thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-    LAST["save"] = thread.submit(_save_and_prune, run, relative, plain, metrics and dict(metrics), best, keep)
+    future = thread.submit(_save_and_prune, run, relative, plain, metrics and dict(metrics), best, keep)
     thread.shutdown(wait=False)
-    return LAST["save"]
+    return future
 
 
 def verify(run, relative):
@@ -141,7 +134,7 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
     """
     manifest = patiently(lambda: _manifest(run, warn), patience_s, run / "manifest.json")
     entries = manifest["checkpoints"]
-    unlisted = sorted(set(_checkpoint_files(run)) - set(entries))
+    unlisted = [relative for relative in _checkpoint_files(run) if relative not in entries]
     for relative in unlisted:
         warn(f"{run / relative} is skipped: not in the manifest")
     doubtful = {relative: entry["doubtful"] for relative, entry in entries.items() if "doubtful" in entry}
@@ -161,8 +154,7 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
         entries[name]["damaged"] = problem
         warn(f"{run / name} is skipped: {problem}")
     if record and json.dumps(manifest) != before:
-        with TURN:
-            _write_manifest(run, manifest)
+        _write_manifest(run, manifest)
     if sound in doubtful:
         warn(f"{run / sound} is used although it is doubtful, because no other checkpoint is intact")
     if sound is None and read_error:
@@ -180,15 +172,14 @@ def step_back(run, reason):
     reason: a sentence for the manifest.
     Returns: relative path of the previous one. If no earlier one verifies and counts: None, and nothing is marked.
     """
-    with TURN:
-        manifest = _manifest(run, _stderr)
-        entries = manifest["checkpoints"]
-        sound = (name for name in standing(run, entries) if _mismatch(run / name, entries[name]) is None)
-        doubted = next(sound, None)
-        before = next(sound, None)
-        if before:
-            entries[doubted]["doubtful"] = reason
-            _write_manifest(run, manifest)
+    manifest = _manifest(run, _stderr)
+    entries = manifest["checkpoints"]
+    sound = (name for name in standing(run, entries) if _mismatch(run / name, entries[name]) is None)
+    doubted = next(sound, None)
+    before = next(sound, None)
+    if before:
+        entries[doubted]["doubtful"] = reason
+        _write_manifest(run, manifest)
     return before
 
 
@@ -281,27 +272,26 @@ def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
     read again.
     Returns: list of the removed relative paths.
     """
-    with TURN:
-        manifest = _manifest(run, _stderr)
-        entries, best = manifest["checkpoints"], manifest["best"] or {}
-        ordered, counted = newest_first(entries), standing(run, entries)
-        epochs = [name for name in counted if not name.startswith("tmp/")]
-        steps = [name for name in counted if name.startswith("tmp/")]
-        keep = {*epochs[:keep_last], *steps[:keep_tmp], best.get("checkpoint"), *trusted}
-        keep.update(name for name in epochs if keep_every and entries[name]["epoch"] % keep_every == 0)
-        if keep.issuperset(ordered):
-            return []
-        # The kept ones first: usually the newest verifies at once and nothing else has to be read.
-        likely = sorted(ordered, key=lambda name: (name not in counted, name not in keep, name not in trusted))
-        intact = next((name for name in likely if name in trusted or not _mismatch(run / name, entries[name])), None)
-        if intact is None:
-            return []
-        assert_held(run)
-        older = ordered[ordered.index(intact) + 1:]
-        removed = [name for name in ordered if name not in keep | {intact} and (name in counted or name in older)]
-        for name in removed:  # before the manifest is written: on a full disk it needs their space
-            (run / name).unlink(missing_ok=True)
-        _write_manifest(run, manifest | {"checkpoints": {key: entries[key] for key in entries if key not in removed}})
+    manifest = _manifest(run, _stderr)
+    entries, best = manifest["checkpoints"], manifest["best"] or {}
+    ordered, counted = newest_first(entries), standing(run, entries)
+    epochs = [name for name in counted if not name.startswith("tmp/")]
+    steps = [name for name in counted if name.startswith("tmp/")]
+    keep = {*epochs[:keep_last], *steps[:keep_tmp], best.get("checkpoint"), *trusted}
+    keep.update(name for name in epochs if keep_every and entries[name]["epoch"] % keep_every == 0)
+    if keep.issuperset(ordered):
+        return []
+    # The kept ones first: usually the newest verifies at once and nothing else has to be read.
+    likely = sorted(ordered, key=lambda name: (name not in counted, name not in keep, name not in trusted))
+    intact = next((name for name in likely if name in trusted or not _mismatch(run / name, entries[name])), None)
+    if intact is None:
+        return []
+    assert_held(run)
+    older = ordered[ordered.index(intact) + 1:]
+    removed = [name for name in ordered if name not in keep | {intact} and (name in counted or name in older)]
+    for name in removed:  # before the manifest is written: on a full disk it needs their space
+        (run / name).unlink(missing_ok=True)
+    _write_manifest(run, manifest | {"checkpoints": {key: entries[key] for key in entries if key not in removed}})
     return removed
 
 

@@ -194,11 +194,6 @@ def broadcast(ranks, key, value=None):
     return ranks.store.get(key).decode()
 
 
-def require_one_config(ranks, cfg):
-    """Raise InputError on every rank if their configs differ, naming the first rank that differs and the key."""
-    refuse_together(ranks, "config", cfg, other_config)
-
-
 def refuse_together(ranks, name, value, judge):
     """Raise InputError on every rank if rank 0's judge(values of all ranks) returns a sentence instead of "".
 
@@ -231,25 +226,24 @@ def join(ranks, device, cfg):
     ends a hang and names it. Raises InputError on every rank if two ranks share a device other than a CPU or if their
     devices are of two kinds: the backend would fail too, but with an obscure error or a hang.
     """
-    ranks.generation += 1
-    ranks.cpu = None
-    # Longer than the first deadline too: ranks that wait must not die before the one that hangs, and take its blame.
-    backend_timeout = datetime.timedelta(seconds=max(cfg["run.backend_timeout_s"], cfg["run.deadline_first_s"] + 60))
-    agreement_timeout = datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"])
     if ranks.world_size == 1:
         return
+    ranks.generation += 1
     if ranks.generation == 0:
         arrive(ranks, "join")
-        refuse_together(ranks, "device", identity(device), lambda all_of: other_device(all_of) or shared_device(all_of))
+        refuse_together(ranks, "device", identity(device), unfit_devices)
     kind = backend(device)
     if kind == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         # DETAIL wraps each group, and DDP of torch 2.13 mistakes the wrapper for gloo itself: a segmentation fault.
         dist.set_debug_level(dist.DebugLevel.INFO)
     # One prefix per generation: otherwise it would read keys that an earlier one left in the store.
     store = dist.PrefixStore(f"generation{ranks.generation}", ranks.store)
+    # Longer than the first deadline too: ranks that wait must not die before the one that hangs, and take its blame.
+    backend_timeout_s = max(cfg["run.backend_timeout_s"], cfg["run.deadline_first_s"] + 60)
     dist.init_process_group(kind, store=store, rank=ranks.rank, world_size=ranks.world_size,
-                            timeout=backend_timeout)
-    ranks.cpu = dist.new_group(backend="gloo", timeout=agreement_timeout)
+                            timeout=datetime.timedelta(seconds=backend_timeout_s))
+    ranks.cpu = dist.new_group(backend="gloo",
+                               timeout=datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"]))
 
 
 def identity(device):
@@ -263,24 +257,18 @@ def identity(device):
             visible]
 
 
-def other_device(identities):
-    """The error sentence for the first rank whose device is not of the usual kind, or "". identities: as below."""
+def unfit_devices(identities):
+    """The error sentence for the first rank with another kind of device than most, or with the device of an earlier
+    rank; else "". identities: of `identity`, by rank."""
     kinds = [kind for _, _, kind, *_ in identities]
     usual = max(kinds, key=kinds.count)
-    if kinds.count(usual) == len(kinds):
-        return ""
     if usual == "cpu":  # a rank falls back to the CPU if its device is gone
-        usual = next(kind for kind in kinds if kind != "cpu")
-    rank = next(rank for rank, kind in enumerate(kinds) if kind != usual)
-    node, name = identities[rank][:2]
-    return (f"rank {rank} on {node} has {name} and other ranks have {usual}: torch does not see the devices of {node}; "
-            "look at that node or leave it out, or set run.device.")
-
-
-def shared_device(identities):
-    """The error sentence for the first two ranks with the same device, or "". identities: of `identity`, by rank."""
+        usual = next((kind for kind in kinds if kind != "cpu"), "cpu")
     first = {}
     for rank, (node, name, kind, index, uuid, visible) in enumerate(identities):
+        if kind != usual:
+            return (f"rank {rank} on {node} has {name} and other ranks have {usual}: torch does not see the devices of "
+                    f"{node}; look at that node or leave it out, or set run.device.")
         other = first.setdefault(json.dumps([node, index, uuid, visible]), rank)
         if other != rank and kind != "cpu":
             return (f"ranks {other} and {rank} share {name} of {node}: start one rank for each device "

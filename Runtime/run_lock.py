@@ -38,20 +38,28 @@ class TakenOver(InputError):
     """Another launch has taken over the folder in which this process worked."""
 
 
-def run_folder(root, data_name, net_name, fresh=False, cfg=None):
-    """Folder of the run: the newest generation of `<root>/<data>_<net>`, `...-2`, `...-3`; created with its `tmp/`.
+def generations(cfg):
+    """Folders of the runs of a config's name, newest first: {number: `<run.models>/<data>_<net>`, `...-2`, `...-3`}."""
+    name = f"{cfg['data.name']}_{cfg['model.name']}"
+    matches = [(re.fullmatch(re.escape(name) + r"(?:-([1-9]\d*))?", path.name), path)
+               for path in Path(cfg["run.models"]).glob("*")]
+    return dict(sorted(((int(match[1] or 1), path) for match, path in matches if match), reverse=True))
 
-    fresh: begin the next generation instead of continuing one. cfg: the training's config. Among several generations
-    this picks the newest one trained with these settings, else the newest of all, and prints which. Returns: Path.
+
+def run_folder(cfg, fresh=False):
+    """Folder of the run: the newest of its `generations`; created with its `tmp/`.
+
+    fresh: begin the next generation instead of continuing one. Among several generations this picks the newest one
+    trained with these settings, else the newest of all, and prints which. Returns: Path.
     """
-    root, name = Path(root), f"{data_name}_{net_name}"
-    matches = [re.fullmatch(re.escape(name) + r"(?:-([1-9]\d*))?", path.name) for path in root.glob("*")]
-    numbers = sorted((int(match[1] or 1) for match in matches if match), reverse=True)
-    if fresh or not numbers:
-        numbers = [numbers[0] + 1 if numbers else 1]
-    newest, *others = (root / (name if number == 1 else f"{name}-{number}") for number in numbers)
+    folders = generations(cfg)
+    if fresh or not folders:
+        number = max(folders, default=0) + 1
+        name = f"{cfg['data.name']}_{cfg['model.name']}" + f"-{number}" * (number > 1)
+        folders = {number: Path(cfg["run.models"], name)}
+    newest, *others = folders.values()
     run = newest
-    if cfg and others and not has_settings(newest, cfg):
+    if others and not has_settings(newest, cfg):
         run = next((other for other in others if has_settings(other, cfg)), newest)
         why = f"it has these settings, {newest} has others"
         why = "no run of this name has these settings" if run == newest else why
@@ -122,7 +130,7 @@ def _describe(content, holder):
 
 def hold(run, token):
     """Remember that this process works in a folder under a lock: its own, its launcher's or rank 0's."""
-    HELD[_key(run)] = token
+    HELD[os.path.abspath(run)] = token
 
 
 @contextlib.contextmanager
@@ -157,7 +165,7 @@ def assert_held(run):
     If there is no lock, the last attempt that began in the folder decides: a launch that took over the folder and has
     ended since left one.
     """
-    token = HELD.get(_key(run))
+    token = HELD.get(os.path.abspath(run))
     if token is None:
         return
     try:
@@ -191,15 +199,11 @@ def unlock(run, token):
     def is_its():
         return (_read(run / "lock.json") or {}).get("token") == token
 
-    HELD.pop(_key(run), None)
+    HELD.pop(os.path.abspath(run), None)
     if is_its():
         with _one_at_a_time(run):
             if is_its():
                 (run / "lock.json").unlink()
-
-
-def _key(run):
-    return os.path.abspath(run)
 
 
 def _identity(pid):

@@ -37,7 +37,6 @@ from Report import page  # noqa: E402
 from Report.charts import grid  # noqa: E402
 from Report.run_charts import loss_charts, validation_charts  # noqa: E402
 from Report.run_logs import read_run  # noqa: E402
-from Runtime import checkpoint  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
 from Runtime.errors import DONE, InputError, parse_options, run_program  # noqa: E402
@@ -172,17 +171,17 @@ def run(args):
     train(args.overrides)
     device = pick_device(cfg["run.device"])
     prepare_device(device, cfg["run.threads"])
-    folder = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"])
+    folder = run_folder(cfg)
     path = find_checkpoint(folder)
     print(f"\nregistering {len(HELD_OUT)} held-out pairs with {path} on {describe(device)}")
     model = load_model(path, device)
     cases = register_held_out(model, device)
-    result = write_report(cases, read_run(folder), model, time.time() - started)
-    # The training's precision, from its checkpoint; registration chooses its own.
-    amp = checkpoint.load(path)["config"]["run.amp"]
+    found = read_run(folder)
+    result = write_report(cases, found, model, time.time() - started)
     print(f"\nDice {result['dice_before']:.3f} -> {result['dice_after']:.3f}, refined {result['dice_refined']:.3f}, "
           f"folded voxels {result['folding_percent']:.3f} %, {result['seconds'] / 60:.1f} minutes")
     print(f"report: {(FOLDER / 'report.html').resolve()}")
+    amp = found["config"]["run.amp"]  # the training's precision; registration chooses its own
     print(json.dumps({**{name: round(value, 4) for name, value in result.items()}, "amp": amp}))
     return DONE
 

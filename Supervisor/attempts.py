@@ -3,7 +3,7 @@
 The launcher (bash_train_multi_nodes.sh) calls `python -m Supervisor.attempts begin ...` before and `... end CODE` after
 each round; a training without a launcher calls `begin` and `end` itself. Needs no torch.
 """
-from Runtime import __version__  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+from Runtime import __version__  # noqa: F401  first: an outdated Python stops here with one sentence
 
 # isort: split
 import argparse
@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import append_line, is_passing, is_there, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import durable, durable_step, trust_again
-from Runtime.run_lock import TakenOver, hold, lock, run_folder, slurm_job, touch, unlock
+from Runtime.run_lock import TakenOver, generations, hold, lock, run_folder, slurm_job, touch, unlock
 from Supervisor.verdict import STARTING, judge, read_rank, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # the loop stops after this many without a new durable step
@@ -258,7 +257,7 @@ def config_of(argv):
 
 
 def launcher_begin(argv):
-    """Before a round: check the config, take the lock, number the attempt; print NAME=value lines for the launcher.
+    """Before a round: check the config, take the lock, number the attempt; print the launcher's variables as JSON.
 
     argv: arguments of the training and those below. Raises InputError for a bad config or a folder in use.
     """
@@ -277,10 +276,9 @@ def launcher_begin(argv):
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == token]
     step_back = ends[-1]["sentence"] if ends and ends[-1]["decision"] == "step back" else ""
     attempt = patiently(lambda: begin(run, token, nodes * tasks), patience, run)
-    variables = {"OMNIMORPH_RUN": run, "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,
+    variables = {"OMNIMORPH_RUN": str(run), "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,
                  "OMNIMORPH_STEP": json.dumps(step), "NODE_COUNT": nodes, "TASKS_PER_NODE": tasks,
-                 "RANKS": nodes * tasks, "OMNIMORPH_ATTEMPT": attempt,
-                 "OMNIMORPH_ROUND": len(ends) + requeued,
+                 "RANKS": nodes * tasks, "OMNIMORPH_ATTEMPT": attempt, "OMNIMORPH_ROUND": len(ends) + requeued,
                  "ROUND_SECONDS": f"{cfg['run.round_seconds']:.10g}", "MAX_ROUNDS": cfg["run.max_rounds"],
                  # A healthy round saves and leaves before its time limit, which ends only those that hang.
                  "LEAVE_AFTER": f"{max(0.9 * cfg['run.round_seconds'], cfg['run.round_seconds'] - 300):.10g}",
@@ -288,8 +286,7 @@ def launcher_begin(argv):
                  "OMNIMORPH_PATIENCE_S": patience, "OMNIMORPH_STAGE": cfg["data.stage"],
                  "GRACE": math.ceil(cfg["run.grace_s"]), "START_SECONDS": math.ceil(cfg["run.deadline_first_s"]),
                  "LINGER": math.ceil(max(floor, 10)), "LEAVE_SECONDS": math.ceil(max(3 * floor, 10))}
-    for name, value in variables.items():
-        print(f"{name}={' '.join(str(value).splitlines())}")
+    print(json.dumps(variables))
 
 
 def take_folder(cfg, fresh, launcher_pid):
@@ -299,8 +296,7 @@ def take_folder(cfg, fresh, launcher_pid):
     """
     wait = functools.partial(patiently, seconds=cfg["run.patience_s"], subject=cfg["run.models"])
     folder_of_job = wait(lambda: run_of_job(cfg)) if was_requeued() else None
-    run = Path(os.environ.get("OMNIMORPH_RUN") or folder_of_job or wait(
-        lambda: run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh, cfg)))
+    run = Path(os.environ.get("OMNIMORPH_RUN") or folder_of_job or wait(lambda: run_folder(cfg, fresh)))
     token = wait(lambda: lock(run, stale_after_s(cfg), pid=launcher_pid, token=os.environ.get("OMNIMORPH_TOKEN")))
     return run, token, bool(folder_of_job)
 
@@ -330,9 +326,8 @@ def share_out(run, cfg, nodes, tasks, ranks_asked):
 
 def run_of_job(cfg):
     """The folder in which this Slurm job trained before it was requeued; None if it did not begin to train."""
-    name = re.escape(f"{cfg['data.name']}_{cfg['model.name']}") + r"(-[1-9]\d*)?"  # no copy that somebody made of it
-    folders = [path for path in Path(cfg["run.models"]).glob("*") if re.fullmatch(name, path.name)]
-    jobs = {line["job"]: folder for folder in folders for line in history(folder) if line["event"] == "begin"}
+    jobs = {line["job"]: folder for folder in generations(cfg).values() for line in history(folder)
+            if line["event"] == "begin"}
     return jobs.get(slurm_job())
 
 

@@ -25,10 +25,6 @@ MISSING = ("import importlib.util as u; "
            "print(*(n for n in ('torch', 'numpy', 'nibabel', 'scipy', 'yaml') if not u.find_spec(n)))")
 COUNT = "import torch; print(max(torch.accelerator.device_count(), 1))"
 OF_THE_LAUNCHER = ("--dry-run", "--preflight", "--no-preflight", "--allow-tmp")
-# Results of `begin` in Supervisor/attempts.py that this passes on.
-OF_A_ROUND = ("OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_STEP_BACK OMNIMORPH_STEP OMNIMORPH_ATTEMPT OMNIMORPH_ROUND "
-              "OMNIMORPH_PATIENCE_S OMNIMORPH_STAGE NODE_COUNT TASKS_PER_NODE RANKS ROUND_SECONDS LEAVE_AFTER "
-              "MAX_ROUNDS PAUSE_PLANNED PAUSE_CRASH GRACE START_SECONDS LINGER LEAVE_SECONDS").split()
 
 
 def training_words(words):
@@ -223,8 +219,7 @@ def begin(words):
             raise Leave(43, "stopped before round %s, after %d s of the error above" % (number, patience()))
         say("round %s cannot begin yet (code %d): tried again" % (number, code))
         nap(5)
-    lines = dict(line.split("=", 1) for line in found.splitlines() if "=" in line)
-    answer(**{name: lines[name] for name in OF_A_ROUND if name in lines})
+    answer(**json.loads([line for line in found.splitlines() if line.startswith("{")][-1]))
     answer(NODES=" ".join(hosts[:int(os.environ["NODE_COUNT"])]))  # those that can divide a step evenly
     choose_port()
 

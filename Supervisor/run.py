@@ -13,7 +13,7 @@ import torch.distributed as dist
 from Runtime import launch, watchdog
 from Runtime.files import patiently
 from Runtime.global_batch import fix_step
-from Runtime.run_lock import TakenOver, assert_held, hold, lock, run_folder, unlock
+from Runtime.run_lock import TakenOver, assert_held, generations, hold, lock, run_folder, unlock
 from Supervisor import attempts
 
 LOCK_S = 60.0  # how long rank 0 tries to write the lock while the others wait for it
@@ -30,10 +30,10 @@ def open_run(ranks, cfg, fresh):
     if "OMNIMORPH_RUN" in os.environ:
         return open_launched_run(ranks, cfg)
     launch.rendezvous(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
-    launch.require_one_config(ranks, cfg)
+    launch.refuse_together(ranks, "config", cfg, launch.other_config)
     opened = None
     if ranks.rank == 0:
-        run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh and not is_restart(cfg), cfg)
+        run = run_folder(cfg, fresh and not is_restart(cfg))
         ranks.token = lock_patiently(run, cfg)
         step = fix_step(run, cfg, ranks.world_size)
         opened = json.dumps([str(run), ranks.token, step, attempts.begin(run, ranks.token, ranks.world_size)])
@@ -49,8 +49,8 @@ def is_restart(cfg):
     """Whether torchrun starts these ranks again, and an earlier start has begun a run of this name."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
-    folders = Path(cfg["run.models"]).glob(f"{cfg['data.name']}_{cfg['model.name']}*")
-    return any(line.get("starter") == attempts.starter() for folder in folders for line in attempts.history(folder))
+    return any(line.get("starter") == attempts.starter()
+               for folder in generations(cfg).values() for line in attempts.history(folder))
 
 
 def open_launched_run(ranks, cfg):
@@ -65,7 +65,7 @@ def open_launched_run(ranks, cfg):
     watchdog.phase("meet")
     launch.rendezvous(ranks, cfg["run.join_s"], token)
     launch.show_moves(ranks)
-    launch.require_one_config(ranks, cfg)
+    launch.refuse_together(ranks, "config", cfg, launch.other_config)
     watchdog.event("met")
     return run
 

@@ -233,7 +233,7 @@ def meet_in_threads(people, port, monkeypatch, seconds=10):
 
     def come(ranks, name, cfg):
         launch.rendezvous(ranks, seconds, name)
-        launch.require_one_config(ranks, cfg)
+        launch.refuse_together(ranks, "config", cfg, launch.other_config)
 
     with concurrent.futures.ThreadPoolExecutor(len(people)) as pool:
         return list(pool.map(lambda person: error_of(come, *person), people))

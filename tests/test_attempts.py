@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from Report.goodput import add_up, goodput, table
+from Report.goodput import add_up, causes_table, goodput
+from Report.page import text_table
 from Report.run_logs import read_run
 from Runtime.errors import InputError
 from Runtime.files import append_line
@@ -288,8 +289,8 @@ def call(*words, **variables):
 
 
 def taken(output):
-    """The variables as the launcher takes them: a line each, of which nothing is run."""
-    return dict(line.split("=", 1) for line in output.splitlines())
+    """The variables as the launcher exports them."""
+    return {name: str(value) for name, value in json.loads(output).items()}
 
 
 def own(found):
@@ -503,8 +504,7 @@ def test_kinds_add_up_to_the_wall_time(run):
 
 def test_goodput_as_a_table(run):
     assert goodput(add_up(read_run(run))[0]) == pytest.approx((48 + 30) / 200)
-    text = table(read_run(run))
-    assert "goodput 39.00 %" in text
+    text = text_table(*causes_table(read_run(run)))
     assert [line for line in text.splitlines() if "killed" in line][0].split()[-4:] == ["60.0", "34.0", "10.0", "104.0"]
 
 

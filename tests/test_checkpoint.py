@@ -103,7 +103,7 @@ def same_bits(first, second):
     return first.dtype == second.dtype and first.shape == second.shape and torch.equal(first_bytes, second_bytes)
 
 
-def save_once(run, epoch, fault, how):
+def save_once(run, fault):
     """Save on a disk that is full, that flips a bit, or that loses half of what it was given."""
     state, damaged = small_state(20, 300_000), []
 
@@ -121,10 +121,7 @@ def save_once(run, epoch, fault, how):
     else:
         sys.addaudithook(damage_before_the_first_read)
     try:
-        if how == "save":
-            checkpoint.save(run, name(epoch), state)
-        else:
-            checkpoint.save_in_background(run, name(epoch), state, keep=(1, 0, 0)).result()
+        checkpoint.save_in_background(run, name(1), state, keep=(1, 0, 0)).result()
     except OSError as error:
         print(error)
 
@@ -192,7 +189,7 @@ def ended(process, output, code=0):
 
 @pytest.fixture
 def run(tmp_path):
-    return run_folder(tmp_path / "Models", "all", "net")
+    return run_folder({"run.models": tmp_path / "Models", "data.name": "all", "model.name": "net"})
 
 
 def test_names():
@@ -308,21 +305,20 @@ def test_lost_manifest_is_rebuilt_from_the_files_that_load(run, content):
     assert {*after, name(5)} == set(json.loads((run / "manifest.json").read_text())["checkpoints"])
 
 
-@pytest.mark.parametrize("epoch, how", [(1, "save"), (2, "save_in_background")])
 @pytest.mark.parametrize("fault, expected", [
     ("full disk", "File too large; .* GiB free"), ("bad disk", r"state\.model\.w reads back differently"),
     ("lost half", r"could not be written \(reads back damaged: cannot be read: RuntimeError: .*; .* GiB free\)")])
-def test_failed_write_leaves_the_previous_checkpoint(run, epoch, how, fault, expected):
+def test_failed_write_leaves_the_previous_checkpoint(run, fault, expected):
     save_epochs(run, 1)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    output = ended(*child(save_once, run, epoch, fault, how))
-    assert re.search(expected, output) and str(run / name(epoch)) in output, output
+    output = ended(*child(save_once, run, fault))
+    assert re.search(expected, output) and str(run / name(1)) in output, output
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert checkpoint.newest(run) == name(1)
 
 
 def test_save_in_the_background_holds_the_values_of_the_call(run):
-    state, futures, metrics = make_state(), [], {"dice": 0.0}
+    state, manifest, metrics = make_state(), {}, {"dice": 0.0}
     momentum = state["optimizer"]["state"][0]["exp_avg_sq"]
     for epoch in (1, 2, 3):
         state.update(epoch=epoch, step=10 * epoch)
@@ -330,11 +326,11 @@ def test_save_in_the_background_holds_the_values_of_the_call(run):
             tensor.fill_(epoch)
         metrics["dice"] = state["sums"]["ang"] = epoch / 10
         best = ("dice", epoch / 10, "here")
-        futures.append(checkpoint.save_in_background(run, name(epoch), state, metrics, best=best))
-    for tensor in (state["model"]["b.weight"], state["model"]["channels_last"], momentum):
-        tensor.fill_(-1)
-    metrics["dice"] = state["sums"]["ang"] = -1.0
-    manifest = {name(epoch): future.result(timeout=60) for epoch, future in enumerate(futures, 1)}
+        future = checkpoint.save_in_background(run, name(epoch), state, metrics, best=best)
+        for tensor in (state["model"]["b.weight"], state["model"]["channels_last"], momentum):
+            tensor.fill_(-1)
+        metrics["dice"] = state["sums"]["ang"] = -1.0
+        manifest[name(epoch)] = future.result(timeout=60)
     assert json.loads((run / "manifest.json").read_text()) == {
         "checkpoints": manifest,
         "best": {"checkpoint": name(3), "metric": "dice", "value": 0.3, "measured_on": "here"}}
@@ -348,15 +344,6 @@ def test_save_in_the_background_holds_the_values_of_the_call(run):
     last = checkpoint.save_in_background(run, name(4), make_state(4, 40), keep=(2, 0, 0))
     assert last.result(timeout=60)["epoch"] == 4
     assert sorted(path.name for path in run.glob("*.pth*")) == [name(3), name(4)]
-
-
-def test_saves_in_the_background_and_in_the_foreground_take_turns(run):
-    futures = []
-    for epoch in range(1, 20, 2):
-        futures.append(checkpoint.save_in_background(run, name(epoch), make_state(epoch, epoch)))
-        save_epochs(run, epoch + 1)
-    assert all(future.result(timeout=60) for future in futures)
-    assert set(json.loads((run / "manifest.json").read_text())["checkpoints"]) == {name(n) for n in range(1, 21)}
 
 
 def test_weights_that_are_not_finite_are_refused(run):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from Diffusion.optim import new_gradients
 from Runtime.device import autocast, backend, computes_bf16, pick_device, precision
 from Runtime.errors import InputError
-from Runtime.launch import other_device, shared_device
+from Runtime.launch import unfit_devices
 from tests import launching
 from tests.tiny import ROOT
 
@@ -24,7 +24,7 @@ ASK = """
 import torch
 from Runtime.device import backend, pick_device
 from Runtime.errors import InputError
-from Runtime.launch import shared_device
+from Runtime.launch import unfit_devices
 try:
     pick_device(NAME)
 except InputError as error:
@@ -129,20 +129,20 @@ def test_ranks_of_a_node_with_several_devices_have_one_each(monkeypatch):
 def test_two_ranks_on_one_device_are_named():
     def rank(node="n1", index=0, unique="a", visible="0"):
         return [node, f"cuda:{index} (GPU)", "cuda", index, unique, [visible]]
-    assert shared_device([rank(), rank("n2"), rank(index=1, unique="b"), rank(unique="c", visible="1")]) == ""
-    assert shared_device([rank(visible="MIG-1"), rank(visible="MIG-2")]) == "", "parts of one device"
-    assert shared_device([rank(), rank("n2"), rank()]) == (
+    assert unfit_devices([rank(), rank("n2"), rank(index=1, unique="b"), rank(unique="c", visible="1")]) == ""
+    assert unfit_devices([rank(visible="MIG-1"), rank(visible="MIG-2")]) == "", "parts of one device"
+    assert unfit_devices([rank(), rank("n2"), rank()]) == (
         "ranks 0 and 2 share cuda:0 (GPU) of n1: start one rank for each device (--ntasks-per-node, RANKS), or bind "
         "one to each (--gpus-per-task=1).")
-    assert shared_device([["n1", "the CPU", "cpu", None, "", []]] * 2) == "", "which all may share"
+    assert unfit_devices([["n1", "the CPU", "cpu", None, "", []]] * 2) == "", "which all may share"
 
 
 def test_a_node_that_has_lost_its_devices_is_named():
     """`auto` takes the CPU there, beside CUDA on the other ranks: no backend joins the two."""
     cuda, cpu = ["n1", "cuda:0 (GPU)", "cuda", 0, "a", []], ["n2", "the CPU", "cpu", None, "", []]
-    assert other_device([cpu, cpu]) == other_device([cuda, cuda]) == ""
+    assert unfit_devices([cpu, cpu]) == unfit_devices([cuda, [*cuda[:3], 1, "b", []]]) == ""
     for ranks, number in (([cuda, cpu, cuda], 1), ([cuda, cpu, cpu], 1), ([cpu, cpu, cuda], 0)):
-        assert other_device(ranks).startswith(f"rank {number} on n2 has the CPU and other ranks have cuda: ")
+        assert unfit_devices(ranks).startswith(f"rank {number} on n2 has the CPU and other ranks have cuda: ")
 
 
 @pytest.mark.skipif(dist.is_backend_available("xccl"), reason="this torch has xccl")

@@ -374,30 +374,31 @@ def test_a_lock_that_says_too_little_is_none(tmp_path, text):
 
 
 def test_runs_continue_the_newest_generation_and_fresh_makes_the_next(tmp_path):
-    assert run_folder(tmp_path, "brain", "net").name == "brain_net"
-    assert run_folder(tmp_path, "brain", "net", fresh=True).name == "brain_net-2"
+    cfg = {"run.models": tmp_path, "data.name": "brain", "model.name": "net"}
+    assert run_folder(cfg).name == "brain_net"
+    assert run_folder(cfg, fresh=True).name == "brain_net-2"
     for name in ("brain_net-10", "brain_net-old", "brain_net-011", "brain_nets-40", "abrain_net-50"):
         (tmp_path / name).mkdir()
-    run = run_folder(tmp_path, "brain", "net")
+    run = run_folder(cfg)
     assert run.name == "brain_net-10" and (run / "tmp").is_dir()
-    assert run_folder(tmp_path, "brain", "net", fresh=True).name == "brain_net-11"
-    assert run_folder(tmp_path, "brain.", "net").name == "brain._net"
+    assert run_folder(cfg, fresh=True).name == "brain_net-11"
+    assert run_folder({**cfg, "data.name": "brain."}).name == "brain._net"
 
 
 def test_of_several_generations_that_with_the_settings_of_the_command_is_continued(tmp_path, capsys):
     """G7: run 1 can be continued after --fresh, and run 2 does not go on under the settings of run 1."""
-    cfg = config(tmp_path)
-    for number, (generation, regul) in enumerate((("brain_net", 10.0), ("brain_net-2", 5.0))):
+    cfg = {**config(tmp_path), "run.models": str(tmp_path), "data.name": "brain"}
+    for number, (generation, regul) in enumerate((("brain_om_net", 10.0), ("brain_om_net-2", 5.0))):
         (tmp_path / generation / f"launches/000{number}").mkdir(parents=True)
         save_config({**cfg, "loss.regul": regul}, tmp_path / generation / f"launches/000{number}/config.yaml")
 
     def chosen(**changes):
-        return run_folder(tmp_path, "brain", "net", cfg={**cfg, **changes}).name, capsys.readouterr().err
+        return run_folder({**cfg, **changes}).name, capsys.readouterr().err
 
-    assert chosen(**{"loss.regul": 5.0, "run.epochs": 7, "data.root": "/elsewhere"}) == ("brain_net-2", "")
+    assert chosen(**{"loss.regul": 5.0, "run.epochs": 7, "data.root": "/elsewhere"}) == ("brain_om_net-2", "")
     name, said = chosen(**{"loss.regul": 10.0})
-    assert name == "brain_net" and "it has these settings" in said and "brain_net-2 has others" in said
+    assert name == "brain_om_net" and "it has these settings" in said and "brain_om_net-2 has others" in said
     name, said = chosen(**{"loss.regul": 3.0})
-    assert name == "brain_net-2" and "no run of this name has these settings" in said
-    (tmp_path / "brain_net-3").mkdir()  # a --fresh that never came to train
-    assert chosen(**{"loss.regul": 10.0}) == ("brain_net-3", "")
+    assert name == "brain_om_net-2" and "no run of this name has these settings" in said
+    (tmp_path / "brain_om_net-3").mkdir()  # a --fresh that never came to train
+    assert chosen(**{"loss.regul": 10.0}) == ("brain_om_net-3", "")

@@ -144,7 +144,7 @@ def agreement_s():
 def resume_s(cfg, content, folder):
     """Seconds from the start of the training script to the end of its first step, continuing from `content`."""
     cfg = {**cfg, "run.models": str(folder / "Models"), "run.logs": str(folder / "Logs")}
-    run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"])
+    run = run_folder(cfg)
     checkpoint.save(run, "tmp/given.pth", content)
     save_config(cfg, folder / "config.yaml")
     alone, started = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, time.time()

@@ -658,7 +658,7 @@ def checkpoints(args, folder):
     """What a step waits for a checkpoint of the production network, and how long the thread then writes."""
     cfg, device = configuration(args, folder), args.where
     state, batches = new_state(cfg, device)
-    state.folder = run_folder(Path(folder) / "Models", "day", "om_net")
+    state.folder = run_folder({"run.models": Path(folder) / "Models", "data.name": "day", "model.name": "om_net"})
     steps(state, batches, cfg, 2)
     stalls, writes = [], []
     for number in range(3):
