@@ -46,10 +46,10 @@ OVERSLEPT_S = 1.5  # if a rank outlives its deadline by this much more than othe
 def read_rank(run, rank, attempt):
     """What a rank left of this attempt.
 
-    Returns: {"rank", "events" (all other lines), "now" (last breadcrumb or None), "exit" (line of the launcher or
-    None), "stack" (text)}.
+    Returns: {"rank", "now" (last breadcrumb), "exit" (line of the launcher), "events" (all other lines), "stack"
+    (text)}; what it did not leave is empty.
     """
-    record = {"rank": rank, "events": [], "now": None, "exit": None, "stack": ""}
+    record = {"rank": rank, "events": [], "now": {}, "exit": {}, "stack": ""}
     for line in read_lines(run / f"rank{rank}.jsonl", TAIL):
         if line.get("attempt") != attempt:
             continue
@@ -76,15 +76,14 @@ def judge(run, attempt, world_size, code):
     cause, culprit, detail = what_ranks_said(records, code) or what_killed_ranks(records) or what_is_missing(
         records, code) or ("vanished", None, "no rank left last words: a node died, or the launcher was killed with "
                            "them")
-    refused = last_event(records[culprit], "refused") if culprit is not None else None
     record = records[culprit] if culprit is not None else max(records, key=position)
-    now, started = record["now"] or {}, last_event(record, "start") or {}
+    now, started = record["now"], last_event(record, "start") or {}
     times = [line["time"] for other in records for line in other["events"]]
     times += [other["exit"]["time"] for other in records if other["exit"]]
     return {"attempt": attempt, "cause": cause, "detail": detail, "rank": culprit,
             "host": started.get("node") or started.get("host", now.get("host", "")),  # Slurm's name, if it has one
             "step": now.get("step"), "mode": now.get("mode", ""),
-            "phase": (refused or now).get("phase", "launch"), "stack": stack_lines(record),
+            "phase": (last_event(record, "refused") or now).get("phase", "launch"), "stack": stack_lines(record),
             "others": places([other for other in records if other["rank"] != culprit]),
             "ended": max(times, default=None), "dead": cause not in ("done", "planned restart")}
 
@@ -107,15 +106,14 @@ def what_ranks_said(records, code):
     if code == PLANNED_RESTART and not any(record["now"] for record in records):
         return "planned restart", None, "asked to leave before a rank had begun"
     if all(last_event(record, "end") for record in records):
-        stuck = [record for record in records
-                 if has_timed_out(record) or record["exit"] and record["exit"].get("by_launcher")]
+        stuck = [record for record in records if has_timed_out(record) or record["exit"].get("by_launcher")]
         if stuck:
             return "would not exit", stuck[0]["rank"], "the training was over but the process stayed"
         reasons = [line["reason"] for record in records if (line := last_event(record, "leave"))]
         if reasons:  # the longest is that of the rank with a leak; the other ranks only agreed to leave
             return "planned restart", None, max(reasons, key=len)
         return "done", None, ""
-    stopped = [record["rank"] for record in records if record["exit"] and record["exit"].get("stopped")]
+    stopped = [record["rank"] for record in records if record["exit"].get("stopped")]
     if stopped:
         return "frozen", stopped[0], "the process was stopped, and woken for its end"
     return None
@@ -132,7 +130,7 @@ def exceptions(records):
 
 def what_killed_ranks(records):
     """(cause, rank, detail) of a native crash, of an exception that is no echo, or of a signal; else None."""
-    records = sorted(records, key=lambda record: (record["exit"] or {}).get("time", math.inf))
+    records = sorted(records, key=lambda record: record["exit"].get("time", math.inf))
     crashes = [(record["rank"], crash) for record in records if (crash := native_crash(record))]
     for rank, crash in crashes:
         if not crash.startswith(("Aborted", "SIGABRT")):  # some backends abort when another rank dies
@@ -158,7 +156,7 @@ def what_is_missing(records, code):
     """(cause, rank, detail) of ranks that never arrived, hang, or vanished; else None."""
     died = exceptions(records)
     absent = [record["rank"] for record in records if not record["now"]]
-    usage = [rank for rank in absent if records[rank]["exit"] and records[rank]["exit"]["code"] in BAD_USAGE]
+    usage = [rank for rank in absent if records[rank]["exit"].get("code") in BAD_USAGE]
     if usage:
         return "refused", usage[0], "the rank did not accept its command line or its config: its words are above"
     if absent and (died or code not in (None, 0) or len(absent) < len(records)):
@@ -179,7 +177,7 @@ def what_is_missing(records, code):
 
 def find_hang(records):
     """(cause, rank, detail) after a deadline has expired: which rank kept the others waiting."""
-    ended = max(record["exit"]["time"] if record["exit"] else 0 for record in records)
+    ended = max(record["exit"].get("time", 0) for record in records)
     frozen = [record for record in records if not has_timed_out(record) and not is_ended(record)
               and not (record["now"] and record["now"]["time"] + record["now"]["deadline"] > ended > 0)]
     # A scheduler wakes stopped processes before it ends them: their watchdogs then fire late.
@@ -212,7 +210,7 @@ def overslept(record):
 
 def position(record):
     """How many phases a rank has entered; equal numbers are the same place in the program on every rank."""
-    return record["now"]["number"] if record["now"] else 0
+    return record["now"].get("number", 0)
 
 
 def where(record):
@@ -253,7 +251,7 @@ def is_ended(record):
 
 def ended_by(record):
     """Name of the signal that ended a rank, or ""."""
-    code = record["exit"]["code"] if record["exit"] else 0
+    code = record["exit"].get("code", 0)
     try:
         return signal.Signals(code - 128).name if code > 128 else ""
     except ValueError:
