@@ -1,9 +1,11 @@
-"""How a run spent its wall time, from attempts.jsonl and the log of rank 0: useful, replayed, lost to each cause."""
+"""How a run spent its wall time, from attempts.jsonl and the log of rank 0: useful, replayed, lost to each cause.
+
+Below, `found` is what run_logs.read_run returns.
+"""
 import collections
 
 import numpy as np
 
-from Report.page import text_table
 from Supervisor.verdict import STARTING
 
 # The kind of time in the table for each phase of the log; any other phase belongs to a restart.
@@ -17,7 +19,6 @@ KINDS = ("useful steps", "validation", "checkpoints", "waiting for data", "proce
 def add_up(found):
     """Wall seconds of a run by kind, and the cost of each cause of an attempt's end.
 
-    found: of run_logs.read_run.
     Returns: (Counter of seconds by kind, {cause: Counter of times, detection, restart, replayed}). "useful steps" are
     those whose work is in the result; "replayed steps" had to be done again.
     """
@@ -31,9 +32,9 @@ def add_up(found):
 
 
 def costs_of(attempts, steps):
-    """What each attempt of a run cost, oldest first: a list of dicts.
+    """What each attempt of a run cost, oldest first.
 
-    attempts, steps: of run_logs.read_run.
+    attempts, steps: of `found`.
     Returns: [{"attempt", "begin": its line, "end": its line or None, "began", "ended": time stamps, "began_after":
     cause of the previous end, "cause", "spent": Counter of seconds by kind, "restart", "detection": seconds, "rows":
     indices of its rows in steps}]. An attempt begins when the previous one ended.
@@ -84,7 +85,6 @@ def kinds_of_rows(steps):
 def over_time(found, parts=60):
     """Where the time went in each of `parts` equal parts of the run.
 
-    found: from run_logs.read_run.
     Returns: (edges: parts + 1 time stamps, {kind: seconds in each part}). A restart is named after its cause, such as
     "restart: killed"; kinds that took no time are left out.
     """
@@ -137,10 +137,3 @@ def causes_table(found):
             for cause, costs in causes.items()]
     header = ["how attempts ended", "times", "detection s", "restart s", "replayed s", "lost s"]
     return header, rows, [None, "d", ".1f", ".1f", ".1f", ".1f"]
-
-
-def table(found):
-    """The goodput tables as text."""
-    (first, *header), rows, formats = kinds_table(found)
-    return "\n\n".join([text_table([f"{first} of {found['run']}", *header], rows, formats),
-                        text_table(*causes_table(found)), f"goodput {100 * goodput(add_up(found)[0]):.2f} %"])

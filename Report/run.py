@@ -4,7 +4,8 @@
     python -m Report.run Models/<run> --text                the same for a terminal
     python -m Report.run Models/<run> --follow              keep the report up to date until the run ends
 
-It only reads what a run has written, so you can use it at any time and on a copied folder.
+It only reads what a run has written, so you can use it at any time and on a copied folder. Below, `found` is what
+run_logs.read_run returns.
 """
 import argparse
 import base64
@@ -38,15 +39,12 @@ LAST_ATTEMPTS = 100  # listed one by one
 def state_of(found, now=None):
     """The state of a run: (word, sentence). word: running, waiting, silent, stopped or done.
 
-    found: from run_logs.read_run. now: time.time(). Each rank logs a deadline for its next sign of life. A run is
-    silent once all deadlines have passed: all its processes are gone, or this is a copy of its folder.
+    now: time.time(). Each rank logs a deadline for its next sign of life. A run is silent once all deadlines have
+    passed: all its processes are gone, or this is a copy of its folder.
     """
     now = now or time.time()
-    begins = [line for line in found["attempts"] if line["event"] == "begin"]
-    ends = {line["attempt"]: line for line in found["attempts"] if line["event"] == "end"}
-    newest = begins[-1]["attempt"] if begins else None
-    if begins and newest in ends:
-        end = ends[newest]
+    newest = found["costs"][-1] if found["costs"] else {"attempt": None, "begin": {"time": now}, "end": None}
+    if end := newest["end"]:
         decision = end.get("decision", "done" if end["cause"] == "done" else "continue")
         said, when = end.get("sentence", end["cause"]), moment(end["time"])
         if decision == "done":
@@ -56,10 +54,9 @@ def state_of(found, now=None):
         if found["lock"]:
             return "waiting", f"Between two rounds since {when}: {said}"
         return "waiting", f"Waiting since {when} to be started again with the same command: {said}"
-    crumbs = [line for line in found["now"].values() if begins and line["attempt"] == newest]
+    crumbs = [line for line in found["now"].values() if line["attempt"] == newest["attempt"]]
     if not crumbs:
-        began = begins[-1]["time"] if begins else now
-        return "running", f"Starting since {moment(began)}: no rank has written to its log yet."
+        return "running", f"Starting since {moment(newest['begin']['time'])}: no rank has written to its log yet."
     behind = min(crumbs, key=lambda line: line["number"])
     mode = f" ({behind['mode']})" if behind["mode"] else ""
     where = f"rank {behind['rank']} on {behind['host']} is in {behind['phase']}{mode} of step {behind['step']}"
@@ -131,10 +128,7 @@ def speed(found, last=100):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def write_report(found, path, refresh_s=None):
-    """Write the page of a run. found: from run_logs.read_run. refresh_s: seconds after which a browser reloads it.
-
-    Returns: path. Raises OSError if it cannot be written.
-    """
+    """Write the page of a run. refresh_s: seconds after which a browser reloads it. Returns: path."""
     findings, (word, sentence), (losses, zeros) = find_all(found), state_of(found), run_charts.loss_charts(found)
     sections = [("", cards_html(headline(found, findings))),
                 ("What is wrong, and what to do", what_is_wrong(findings)),
