@@ -20,7 +20,7 @@ set -u
 
 root=$(dirname "${BASH_SOURCE[0]}")/..
 [[ -f $root/Scripts/site.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}  # sbatch runs a copy of this file
-cd "$root" && root=$PWD
+cd "$root" || exit 43
 # shellcheck source=/dev/null
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
 exec "${INTERPRETER[@]}" tests/diagnose_xpu_leak_ops.py "$@"

@@ -22,11 +22,7 @@
 # The words after the task go to OM_prepare.py, OM_register.py, OM_augment.py or OM_evaluate.py (each has --help). In a
 # job with a device, augment with a network uses it (--device auto). prepare, evaluate and augment without a network
 # cannot use one: submit them with --gres=none and more --cpus-per-task. Slurm writes its output to the folder Logs,
-# which must exist when a job is submitted.
-#
-# CLUSTER=name    settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if there is such
-#                 a file, else local)
-# PYTHON=path     the interpreter (default: .venv/bin/python, else python3)
+# which must exist when a job is submitted. CLUSTER and PYTHON: see Scripts/site.sh.
 #
 # Exit code: that of the program (0 done, 43 bad input), 43 if this command cannot run.
 set -u

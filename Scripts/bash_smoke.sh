@@ -27,9 +27,8 @@
 #
 # SMOKE_SBATCH="--partition=gpu --gres=gpu:4"   more options for that job; SMOKE_QUEUE_SECONDS (3600): its longest wait
 # SMOKE_LOGS=folder   for logs, and during a step checkpoints of up to 15 GB; all nodes must see it (default Logs/smoke)
-# CLUSTER=name        settings of the site, Config/cluster/<name>.env, as in bash_train_multi_nodes.sh
-# PYTHON=path         the interpreter (default: .venv/bin/python, else python3)
 # MASTER_ADDR         where the nodes of 04 meet, if not at the first host's name
+# CLUSTER and PYTHON  see Scripts/site.sh
 #
 # Exit code: 0 all requested steps passed, 1 one of them failed, 43 this command cannot run.
 set -u

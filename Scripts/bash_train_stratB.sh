@@ -30,7 +30,7 @@ case ${1:-} in -h | --help) sed -n '/^#$/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "${BA
 
 root=$(dirname "${BASH_SOURCE[0]}")/..
 [[ -f $root/Scripts/site.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}  # sbatch runs a copy of this file
-cd "$root" && root=$PWD
+cd "$root" || exit 43
 # shellcheck source=/dev/null
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
 count_ranks

@@ -48,12 +48,9 @@ folder=$(realpath -m "$folder") into=$(realpath -m "$into")
 for number in "$count" "$size" "$workers" "$first_epochs" "$second_epochs"; do
     [[ $number =~ ^[1-9][0-9]*$ ]] || stop "$number: counts, sizes, workers and epochs are whole numbers of at least 1."
 done
-if [[ -z ${PYTHON:-} ]]; then
-    PYTHON=python3
-    [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
-fi
-INTERPRETER=("$PYTHON")  # a path with blanks is one word, "apptainer exec --nv omnimorph.sif python" several
-command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"
+# shellcheck source=/dev/null
+source "$root/Scripts/settings.sh"
+choose_python "$root"
 config=(--config "$root/Config/config_universal.yaml")
 
 child=""
@@ -63,7 +60,7 @@ leave() {  # the command that runs saves what it has, and so does the script
     exit 130
 }
 trap leave INT TERM
-run() {  # a command: shown, then run; its failure ends the script, and the same command of the script goes on from there
+run() {  # a command: print it, run it, and end the script if it fails; the same command of the script resumes there
     local code=42
     printf '+ %q' "$1"
     printf ' %q' "${@:2}"
@@ -103,7 +100,7 @@ training --set run.models="$folder/first" --set run.logs="$folder/Logs/first" --
 start=(--init-from "$folder/first/universal_om_net/<the best checkpoint>")
 if [[ -z $only_print ]]; then
     start=()
-    # A stage that has begun goes on by itself, and refuses to be begun anew.
+    # A stage that has begun resumes by itself and refuses --init-from.
     if ! begun "$folder/second/universal_om_net"; then
         best=$(cd "$root" && "${INTERPRETER[@]}" -c "import sys; from Inference.load_model import find_checkpoint
 print(find_checkpoint(sys.argv[1]))" "$folder/first/universal_om_net") || exit 1

@@ -21,11 +21,15 @@ load_settings() {  # read the site's file and export all its variables; NODE_COU
     set +a
     ulimit -c 0  # no core files in the repository
     ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
+    choose_python "$PWD"
+}
+
+choose_python() {  # the repository's folder: set INTERPRETER
     if [[ -z ${PYTHON:-} ]]; then
         PYTHON=python3
-        [[ -x .venv/bin/python ]] && PYTHON=$PWD/.venv/bin/python
+        [[ -x $1/.venv/bin/python ]] && PYTHON=$1/.venv/bin/python
     fi
     export PYTHON
-    INTERPRETER=("$PYTHON")  # a path with blanks is one word
+    INTERPRETER=("$PYTHON")  # a path with blanks is one word, "apptainer exec --nv omnimorph.sif python" several
     command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"
 }

@@ -1,4 +1,4 @@
-# Sourced by the job scripts of this folder; `root` is the repository's folder.
+# Sourced by the job scripts of this folder.
 #
 # CLUSTER=name    settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if there is such
 #                 a file, else local)
@@ -7,7 +7,7 @@
 #
 # Afterwards every variable of the site's file is exported, the array INTERPRETER starts Python, OMP_NUM_THREADS is the
 # number of cores, and the array SITE_OPTIONS holds the site's training options, which precede the command line's.
-# shellcheck shell=bash disable=SC2154,SC2034  # root is the caller's, and so is the use of SITE_OPTIONS
+# shellcheck shell=bash disable=SC2034  # SITE_OPTIONS is used by the caller
 stop() { echo "error: $1" >&2; exit 43; }
 count_ranks() {  # RANKS: by default one for each device that torch sees, on a CPU one; they share the cores
     RANKS=${RANKS:-$("${INTERPRETER[@]}" -c "import torch; print(max(torch.accelerator.device_count(), 1))")}
@@ -15,7 +15,7 @@ count_ranks() {  # RANKS: by default one for each device that torch sees, on a C
 }
 
 here=$PWD
-cd "$root" || exit 43  # the site's files name others by their place in the repository
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 43  # the site's files name others by their place in the repository
 # shellcheck source=/dev/null
 source Scripts/settings.sh
 export NODE_COUNT=1
@@ -23,7 +23,6 @@ SITE_OPTIONS=()
 choose_site
 load_settings
 cd "$here" || exit 43
-cores=${SLURM_CPUS_PER_TASK:-$(nproc)}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-$(nproc)}}
 [[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-60}  # bars in a job's log: a line a minute
 unset RANK LOCAL_RANK WORLD_SIZE

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
+import Runtime  # noqa: E402, F401  before third-party packages: an outdated Python stops here with one sentence
 
 # isort: split
 import torch  # noqa: E402
@@ -79,8 +79,8 @@ def count(net):
 def start_plain(net, device, lr):
     """A trainer by DDP and AdamW.
 
-    Returns: dict of net; model (the net as called, with DDP around it); advance(loss): one step of the optimizer;
-    save(folder); load(folder).
+    Returns: dict of model (the net, with DDP around it); advance(loss): one step of the optimizer; save(folder);
+    load(folder).
     """
     model = net
     if dist.is_initialized():
@@ -102,7 +102,7 @@ def start_plain(net, device, lr):
         net.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    return {"net": net, "model": model, "advance": advance, "save": save, "load": load}
+    return {"model": model, "advance": advance, "save": save, "load": load}
 
 
 def start_zero1(net, device, lr):
@@ -131,7 +131,7 @@ def start_zero1(net, device, lr):
     def save(folder):
         engine.save_checkpoint(str(folder))
 
-    return {"net": net, "model": engine, "advance": advance, "save": save, "load": load}
+    return {"model": engine, "advance": advance, "save": save, "load": load}
 
 
 def start(args, seed=SEED):
@@ -223,7 +223,7 @@ def climb(args):
     if args.world > 1:
         dist.all_gather_object(nodes, node)
     trainer = start(args)
-    parameters = count(trainer["net"])
+    parameters = count(trainer["model"])
     expected = count(network(args.step, args.scale, "meta"))
     if parameters != expected:
         raise RuntimeError(f"the network has {parameters:,} parameters instead of {expected:,}")
