@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm  # noqa: E402
 
-from Report.goodput import add_up, goodput, table  # noqa: E402
+from Report.goodput import add_up, causes_table, goodput, kinds_table  # noqa: E402
+from Report.page import text_table  # noqa: E402
 from Report.run_logs import read_run  # noqa: E402
 from Runtime.manifest import durable_step  # noqa: E402
 from Supervisor.attempts import read_lines  # noqa: E402
@@ -119,11 +120,12 @@ def main(argv=None):
     if code:
         said = [end["sentence"] for end in found.values()] or ["no attempt has an end"]
         print(f"the disturbed run ended with {code}: {said[-1]}", file=sys.stderr)
-    print(table(read_run(run_of(chaos))))
+    found = read_run(run_of(chaos))
+    print(text_table(*kinds_table(found)), text_table(*causes_table(found)), sep="\n\n")
     print(f"{len(killed)} ranks killed, {len(killed) - len(wrong)} of them named, {len(found)} attempts; weights "
           f"{'bitwise equal' if equal else 'DIFFERENT'} to those of the undisturbed run")
     print(json.dumps({"kills": len(killed), "named": len(killed) - len(wrong), "equal": equal,
-                      "goodput": round(goodput(add_up(read_run(run_of(chaos)))[0]), 4)}))
+                      "goodput": round(goodput(add_up(found)[0]), 4)}))
     if not args.keep:
         shutil.rmtree(parent)
     return 0 if equal and len(killed) == args.kills and not wrong else 1
