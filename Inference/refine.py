@@ -11,17 +11,15 @@ Anal 2008, here with both smoothings as in Yushkevich et al., "Fast Automatic Se
 Medial Temporal Lobe Subregions in 3 Tesla and 7 Tesla T2-weighted MRI", Alzheimer's & Dementia 2016 (Greedy). The field
 is defined on a control grid, which in large images has a point at every second voxel.
 
-Cross-validation on the pair itself chooses how much to smooth the field. With too little smoothing the field follows
-the noise of the images; with too much it cannot follow their anatomy. The best amount depends on both: a fixed number
-that suits human brains is wrong for mice. It is inferred from the images alone, without labels. The fixed volume is cut
-into cubes of two colours. The field is found from one colour, and the similarity is measured inside the cubes of the
-other. A field that follows anatomy is right there too; one that follows noise is not. Wahba, "Spline Models for
-Observational Data", 1990, chooses the smoothness of splines by cross-validation in the same way. The score as a
-function of the smoothing has one maximum, which is found on small images with few steps.
+Cross-validation on the pair itself, without labels, chooses how much to smooth the field. With too little smoothing the
+field follows the noise of the images; with too much it cannot follow their anatomy. A fixed number that suits human
+brains is wrong for mice. The fixed volume is cut into cubes of two colours. The field is found from one colour, and the
+similarity is measured inside the cubes of the other: a field that follows anatomy is right there too, one that follows
+noise is not (as for splines in Wahba, "Spline Models for Observational Data", 1990). The score as a function of the
+smoothing has one maximum, which is found on small images with few steps.
 
 The gross motion is found first, from all voxels at the coarsest resolution. Otherwise the cubes would hide the whole of
-a structure that moves by the side of a cube, such as the wall of a beating heart, and the smoothest field would guess
-its motion best.
+a structure that moves by the side of a cube, such as the wall of a beating heart.
 """
 import math
 
@@ -64,36 +62,29 @@ TRIAL_STEPS = 15  # of optimisation at each resolution
 OTHER_MEASURE = 2.0
 
 
-def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, fixed_mask=None, structures=None):
+def refine(pair, field, steps, cfg, progress=False):
     """Optimise the field of one pair.
 
-    moving, fixed: (1, C, *spatial) intensities in 0 .. 1 on one isotropic grid; channels have equal weight.
+    pair: dict of moving and fixed, (1, C, *spatial), intensities in 0 .. 1 on one isotropic grid, channels of equal
+    weight; moving_mask and fixed_mask, (1, 1, *spatial), 0 .. 1, the weight of each voxel, or None for equal weights;
+    and structures, a network's segmentations of moving and fixed, (2, K, *spatial), 0 .. 1, or None.
     field: (1, N, *spatial) displacement in voxels to start from, or None.
     steps: total number, 1 or more, divided equally among refine.levels resolutions.
     cfg: flat config with its refine.* and registration.* keys. progress: show a bar.
-    moving_mask, fixed_mask: (1, 1, *spatial), 0 .. 1, the weight of each voxel; None for equal weights.
-    structures: a network's segmentations of moving and fixed, (2, K, *spatial), 0 .. 1; or None.
-    Returns: field (1, N, *spatial) in voxels. The same input gives the same result.
+    Returns: field (1, N, *spatial) in voxels; refine.weight as a number. The same input gives the same result.
     """
-    pair = {"moving": moving, "fixed": fixed, "moving_mask": moving_mask, "fixed_mask": fixed_mask,
-            "structures": structures}
+    size, weight = pair["fixed"].shape[2:], cfg["refine.weight"]
     with torch.no_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
-        weight, levels = weight_for(pair, field, cfg), level_steps(fixed.shape[2:], steps, cfg)
-        return resize_field(deformed(pair, field, levels, weight, cfg, bar.update), fixed.shape[2:])
-
-
-@torch.no_grad()
-def weight_for(pair, field, cfg):
-    """refine.weight as a number; for "auto", the one that suits this pair. pair, field: as for `deformed`."""
-    if cfg["refine.weight"] != "auto":
-        return cfg["refine.weight"]
-    return OTHER_MEASURE if cfg["registration.similarity"] in OF_TWO_MODALITIES else inferred_weight(pair, field, cfg)
+        if weight == "auto":
+            two_modalities = cfg["registration.similarity"] in OF_TWO_MODALITIES
+            weight = OTHER_MEASURE if two_modalities else inferred_weight(pair, field, cfg)
+        found = deformed(pair, field, level_steps(size, steps, cfg), weight, cfg, bar.update)
+        return resize_field(found, size), weight
 
 
 def inferred_weight(pair, field, cfg):
-    """The refine.weight that suits a pair of one modality: a float. pair, field: as for `deformed`."""
-    factor = shrinking(pair["fixed"].shape[2:])
-    structures = pair["structures"]
+    """The refine.weight that suits a pair of one modality: a float. pair, field: as for `refine`."""
+    factor, structures = shrinking(pair["fixed"].shape[2:]), pair["structures"]
     small = {"structures": None if structures is None else smaller(structures, factor)}
     for side in ("moving", "fixed"):
         small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), pair[side],
@@ -175,9 +166,8 @@ def level_steps(size, steps, cfg):
 def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
     """The field after all steps, on its last control grid: (1, N, *control) in voxels of that grid.
 
-    pair: dict of moving, fixed, (1, C, *spatial), moving_mask, fixed_mask, (1, 1, *spatial) or None, and structures,
-    (2, K, *spatial) or None. field: (1, N, *spatial) to start from, or None. levels: from `level_steps`. weight:
-    variance in voxels^2 of the Gaussian that smooths the field after each step. tick: called after each step.
+    pair, field: as for `refine`. levels: from `level_steps`. weight: variance in voxels^2 of the Gaussian that smooths
+    the field after each step. tick: called after each step.
     """
     dims, device = pair["fixed"].dim() - 2, pair["fixed"].device
     for factor, count in levels:
@@ -207,10 +197,9 @@ def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
 def pair_at_level(pair, factor, cfg):
     """A pair with 1 / factor of the voxels per side, as `force` compares it.
 
-    pair: as for `deformed`. Voxels outside the mask do not leak into the smaller images. With registration.similarity
-    "mind" the MIND descriptors replace the images and are warped themselves, which is cheaper than describing the
-    warped image in each step. With "correlation" the gradient magnitudes are further channels. The structures are the
-    last channels, so that one interpolation warps everything.
+    With registration.similarity "mind" the MIND descriptors replace the images and are warped themselves, which is
+    cheaper than describing the warped image in each step. With "correlation" the gradient magnitudes are further
+    channels. The structures are the last channels, so that one interpolation warps everything.
     Returns: dict of moving, fixed, (1, C + E + K, *small), moving_mask, fixed_mask, (1, 1, *small) or None, and the
     channel counts images, C, and compared, C + E, with the edges.
     """
@@ -296,14 +285,12 @@ def warp_pair(pair, field):
     """The moving image of a pair warped by a field, and the weight of each voxel of the fixed grid.
 
     pair: dict of moving, moving_mask and fixed_mask. field: (1, N, *spatial) in voxels.
-    Returns: (1, C, *spatial); and the weight (1, 1, *spatial), without gradient so that no field gains by leaving the
-    mask, or None if all voxels count equally.
+    Returns: (1, C, *spatial); and the weight (1, 1, *spatial), or None if all voxels count equally.
     """
     warped, weight = masked(lambda image: warp(image, field, padding="border"), pair["moving"], pair["moving_mask"])
-    for_fixed = pair["fixed_mask"]
-    if weight is None or for_fixed is None:
-        return warped, for_fixed if weight is None else weight.detach()
-    return warped, for_fixed * weight.detach()
+    if weight is None:
+        return warped, pair["fixed_mask"]
+    return warped, weight if pair["fixed_mask"] is None else pair["fixed_mask"] * weight
 
 
 def gaussian(n, sigma, device="cpu"):

@@ -46,7 +46,6 @@ from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS, STEPS_CONTIN
 from Inference.labels import apply_field
 from Inference.load_model import changed_config, load_model
 from Inference.refine import refine as optimise
-from Inference.refine import weight_for
 from Inference.scores import pair_scores
 from Runtime import memory
 from Runtime.device import own_settings, pick_device, synchronize
@@ -223,7 +222,6 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     fixed, moving: paths. dims: axes of the volumes. options: those of `register`.
     Returns: what `register` does. If `initial` is a field, the result's field is the whole transform, and
     overlap_percent and matrix are between the fixed volume and the moving one warped by `initial`.
-    Raises InputError as `register` does, and for an inverse if `initial` is a field.
     """
     if initial is None:
         return register(fixed, moving, start=start, inverse=inverse, **options)
@@ -259,7 +257,7 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
 def memory_needed(shape, moving_shape, images, inverse):
     """The most host memory that `register` takes, in bytes, without that of a network.
 
-    shape, moving_shape: of the two volumes. images: number on each grid, with masks and channels. inverse: as there.
+    images: number on each grid, with masks and channels.
     """
     fixed, moving = math.prod(shape), math.prod(moving_shape)
     fixed_part, moving_part = (min(voxels, grids.MOST_VOXELS) for voxels in (fixed, moving))
@@ -342,8 +340,7 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
 def align(fixed, moving, affine, start, cfg, device, as_trained=False):
     """Place the moving volume before the deformation, and sample both volumes on the working grid: Placed.
 
-    fixed, moving: Volumes. affine: "rigid", "affine" or False. start: as for `register`. as_trained: on the grid of a
-    network's training, see `working_grid`. device: that of `solve`.
+    fixed, moving: Volumes. affine: "rigid", "affine" or False. as_trained: see `working_grid`.
     """
     began, similarity = time.perf_counter(), cfg["registration.similarity"]
     compared_by = "correlation" if similarity == "auto" else similarity
@@ -430,13 +427,11 @@ def arrays(volume):
 
 
 def working_grid(image, affine, cfg, as_trained, brightest=None):
-    """The fixed volume on the grid on which the field is found.
+    """The fixed volume on the grid on which the field is found: array (*work) float32; its affine 4x4.
 
-    image: (D, H, W) or (H, W) in 0..1. affine: 4x4. as_trained: place it as the training did (data.img_size,
-    data.spacing_mm, data.crop_above), with more voxels along an axis that would not fit; else cover its field of view
-    with voxels as large as its own, on average. brightest: the maximum of several channels in each voxel, to which
-    data.crop_above applies; default the image.
-    Returns: array (*work) float32; its affine 4x4.
+    image: in 0..1. as_trained: place it as the training did (data.img_size, data.spacing_mm, data.crop_above), with
+    more voxels along an axis that would not fit; else cover its field of view with voxels as large as its own, on
+    average. brightest: the maximum of several channels, to which data.crop_above applies; default the image.
     """
     canonical, canonical_affine = to_canonical(image if brightest is None else brightest, affine)
     shape, dims = canonical.shape, image.ndim
@@ -472,7 +467,7 @@ def _covering_size(extent_mm, spacing_mm):
 def _on_working_grid(image, affine, work_to_world, size):
     """A volume on another grid, (*size) float32, smoothed first where it shrinks, as `to_grid` does.
 
-    image: (D, H, W) or (H, W). affine: its 4x4. work_to_world: 4x4, voxels of the other grid to the volume's world.
+    work_to_world: 4x4, voxels of the other grid to the volume's world.
     """
     dims = image.ndim
     change = np.linalg.inv(affine) @ work_to_world
@@ -484,10 +479,7 @@ def _on_working_grid(image, affine, work_to_world, size):
 
 
 def start_matrix(start, shape, affine, moving_shape, moving_affine):
-    """T before any alignment, 4x4: `start` is "header", "centre" of the fields of view, or the matrix itself.
-
-    shape, affine, moving_shape, moving_affine: of the two files. Raises InputError for another start.
-    """
+    """T before any alignment, 4x4: `start` is "header", "centre" of the fields of view, or the matrix itself."""
     if not isinstance(start, str):
         try:
             matrix = np.array(start, np.float64)
@@ -511,9 +503,7 @@ def better_start(shape, affine, moving, moving_affine, work_fixed, work_affine, 
     """ "header"; or "centre" if that makes the volumes clearly more alike, or if they barely overlap by their headers.
 
     They are compared only where both fields of view overlap, because two crops of one volume have different centres
-    but correct headers.
-    shape, affine: of the fixed volume. moving: (*moving) in 0..1. work_fixed: the fixed volume on the working grid.
-    Affines: 4x4. similarity: of `register`.
+    but correct headers. moving, work_fixed: in 0..1, the latter on the working grid.
     """
     compare = local_correlation if similarity in ("correlation", "auto") else mapped_correlation
     scores = {}
@@ -532,7 +522,7 @@ def better_start(shape, affine, moving, moving_affine, work_fixed, work_affine, 
 def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):
     """How much of the fixed field of view lies within the moving one under T, in percent.
 
-    shape, affine: of the fixed volume. matrix: T, 4x4. Counted on at most 32 points along each axis.
+    Counted on at most 32 points along each axis.
     """
     dims = len(shape)
     axes = [np.linspace(0, n - 1, min(n, 32)) for n in shape]
@@ -550,7 +540,7 @@ def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):
 def solve(net, placed, fixed, moving, refine, cfg, device, progress, known):
     """The field that the network, the refinement or both find for a placed pair: Solution.
 
-    net: or None. placed: from `align`. fixed, moving: Volumes. refine: steps, 0 for none. known: start, or None.
+    net, known: or None. placed: from `align`. refine: steps, 0 for none.
     """
     seconds = {"affine": placed.seconds, "network": 0.0, "refine": 0.0}
     pair, field, structures, smoothing = _on_device(placed.pair, device), None, None, None
@@ -567,8 +557,7 @@ def solve(net, placed, fixed, moving, refine, cfg, device, progress, known):
         structures = torch.cat(parts)[:, seen:] if cfg["model.structures"] else None
         synchronize(device)
         seconds["network"] = time.perf_counter() - began
-    own_grid = net is None or bool(refine and cfg["refine.grid"] == "own")
-    if own_grid and net is not None:  # refinement sees voxels as small as those of the files
+    if net is not None and refine and cfg["refine.grid"] == "own":  # with voxels as small as those of the files
         own = align(fixed, moving, False, placed.matrix, cfg, device)
         change, size = np.linalg.inv(placed.work_affine) @ own.work_affine, own.pair["fixed"].shape[1:]
         field = torch.from_numpy(total_field(field.float().cpu(), change, np.linalg.inv(change), size))[None].to(device)
@@ -578,9 +567,7 @@ def solve(net, placed, fixed, moving, refine, cfg, device, progress, known):
         pair = _on_device(placed.pair, device)
     if refine:
         began = time.perf_counter()
-        smoothing = weight_for({**pair, "structures": structures}, field, cfg)
-        field = optimise(pair["moving"], pair["fixed"], field, refine, cfg | {"refine.weight": smoothing}, progress,
-                         pair["moving_mask"], pair["fixed_mask"], structures)
+        field, smoothing = optimise({**pair, "structures": structures}, field, refine, cfg, progress)
         synchronize(device)
         seconds["refine"] = time.perf_counter() - began
     if field is None:
@@ -652,8 +639,8 @@ def total_field(work_field, before, after, shape):
     """
     field = np.empty((len(shape), *shape), np.float32)
     for slab in grids.slabs(shape):
-        own, back = _of_slab(before, after, slab)
-        field[:, slab] = _joined(resample(work_field, own, field[0, slab].shape, padding="border"), own, back)
+        sampled = resample(work_field, of_slab(before, slab), field[0, slab].shape, padding="border")
+        field[:, slab] = _joined(sampled, before, after, slab)
     return field
 
 
@@ -666,29 +653,24 @@ def inverse_field(work_field, before, after, shape):
     """
     inverse, missed = np.empty((len(shape), *shape), np.float32), np.empty(shape, np.float32)
     for slab in grids.slabs(shape):
-        own, back = _of_slab(before, after, slab)
         v = torch.zeros(1, len(shape), *missed[slab].shape)
-        y = then_affine(v, own)
+        y = then_affine(v, of_slab(before, slab))
         for steps_left in reversed(range(51)):
             rest = v + warp(work_field, y + v, padding="border")
             if not steps_left or float(rest.square().sum(1).max()) < 1e-6:
                 break
             v = v - 0.5 * rest
-        inverse[:, slab], missed[slab] = _joined(v, own, back), rest.square().sum(1).sqrt()[0].numpy()
+        inverse[:, slab], missed[slab] = _joined(v, before, after, slab), rest.square().sum(1).sqrt()[0].numpy()
     return inverse, missed
 
 
-def _of_slab(before, after, slab):
-    """`before` and `after` of `total_field` for a slab of the file's grid, a slice of `slabs`."""
-    return of_slab(before, slab), np.linalg.inv(of_slab(np.eye(4), slab)) @ after
-
-
-def _joined(sampled, before, after):
-    """x -> after(before(x) + sampled(x)) - x, (N, *shape). sampled: (1, N, *shape) in voxels of the working grid.
+def _joined(sampled, before, after, slab):
+    """x -> after(before(x) + sampled(x)) - x in a slab, (N, *slab). sampled: (1, N, *slab) in working voxels.
 
     The affine part is computed separately, so that it is exactly zero if there is none.
     """
     dims = sampled.shape[1]
-    linear = torch.from_numpy(np.asarray(after, np.float64)[:dims, :dims].astype(np.float32))
+    before, after = of_slab(before, slab), np.linalg.inv(of_slab(np.eye(4), slab)) @ after
+    linear = torch.from_numpy(after[:dims, :dims].astype(np.float32))
     turned = (linear @ sampled.flatten(2)).view(sampled.shape)
     return (then_affine(torch.zeros_like(sampled), np.round(after @ before, 12)) + turned)[0].numpy()

@@ -20,11 +20,10 @@ from Diffusion.losses import (
 from Diffusion.metrics import average, dice, folding_percent
 from Inference.affine import ONE_SIGN, align_affine
 from Inference.labels import apply_label
-from Inference.refine import refine
 from Inference.registration import apply_field, register
 from OM_register import main as om_register
 from Runtime.errors import InputError
-from tests.test_refine import alike
+from tests.test_refine import alike, refined
 from tests.test_refine import pair as known_pair
 from tests.tiny import config
 
@@ -136,7 +135,7 @@ def test_refinement_finds_a_known_deformation_in_another_contrast(kind):
     moving, fixed, true = known_pair(3)
     seen = ((moving - fixed).abs() > 0.05)[0, 0]
     cfg = config(refine__levels=2, registration__similarity=kind)
-    field = refine(other_contrast(moving), fixed, None, 60, cfg)
+    field = refined(other_contrast(moving), fixed, None, 60, cfg)
     error, size = (part.square().sum(1).sqrt()[0][seen].mean() for part in (field - true, true))
     assert error < 0.7 * size
     assert alike(other_contrast(moving), fixed, field, cfg) > alike(other_contrast(moving), fixed, None, cfg)
@@ -290,7 +289,7 @@ def test_a_second_channel_shows_what_the_first_does_not():
     seen = ((moving - fixed).abs() > 0.05)[0, 0]
     balls = [(image > 0.02).float() * 0.5 for image in (moving, fixed)]
     cfg = config(refine__levels=2)
-    errors = [float((refine(torch.cat(first, 1), torch.cat(second, 1), None, 40, cfg) - true)
+    errors = [float((refined(torch.cat(first, 1), torch.cat(second, 1), None, 40, cfg) - true)
                     .square().sum(1).sqrt()[0][seen].mean())
               for first, second in ((balls[:1], balls[1:]), ((balls[0], moving), (balls[1], fixed)))]
     assert errors[1] < 0.7 * errors[0]

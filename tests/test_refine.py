@@ -44,9 +44,14 @@ def pair(dims, amplitude=2.5):
     return image, warp(image, true, padding="border"), true
 
 
-def unmasked(moving, fixed):
-    """A pair as `pair_at_level` takes it, without masks."""
-    return {"moving": moving, "fixed": fixed, "moving_mask": None, "fixed_mask": None, "structures": None}
+def unmasked(moving, fixed, structures=None):
+    """A pair as `refine` takes it, without masks."""
+    return {"moving": moving, "fixed": fixed, "moving_mask": None, "fixed_mask": None, "structures": structures}
+
+
+def refined(moving, fixed, field, steps, cfg, structures=None):
+    """The field of `refine`."""
+    return refine(unmasked(moving, fixed, structures), field, steps, cfg)[0]
 
 
 def alike(moving, fixed, field, cfg):
@@ -59,7 +64,7 @@ def alike(moving, fixed, field, cfg):
 def test_a_known_deformation_is_found(dims):
     moving, fixed, true = pair(dims)
     cfg = config(refine__levels=2)
-    field = refine(moving, fixed, None, 60, cfg)
+    field = refined(moving, fixed, None, 60, cfg)
     inside = (..., *[slice(4, -4)] * dims)
     seen = ((moving - fixed).abs() > 0.05)[0, 0]
     error, size = (part.square().sum(1).sqrt()[0][seen].mean() for part in (field - true, true))
@@ -72,7 +77,7 @@ def test_a_known_deformation_is_found(dims):
 def test_it_goes_on_from_the_field_given_and_interpolates_once():
     moving, fixed, true = pair(3)
     cfg, half = config(), 0.5 * true
-    further, from_zero = (alike(moving, fixed, refine(moving, fixed, start, 4, cfg), cfg) for start in (half, None))
+    further, from_zero = (alike(moving, fixed, refined(moving, fixed, start, 4, cfg), cfg) for start in (half, None))
     assert further > alike(moving, fixed, half, cfg) > alike(moving, fixed, None, cfg) and further > from_zero
 
 
@@ -113,14 +118,14 @@ def test_slopes_are_central_differences_and_one_sided_at_the_border():
 def test_the_field_hardly_folds_even_where_everything_asks_it_to(stride):
     """Unrelated noise pulls as hard as anything can."""
     moving, fixed = (torch.rand(1, 1, 20, 24, 22, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    field = refine(moving, fixed, None, 60, config(refine__weight=0.3, refine__stride=stride))
-    wild = refine(moving, fixed, None, 60, config(refine__weight=0, refine__smooth=0, refine__stride=stride))
+    field = refined(moving, fixed, None, 60, config(refine__weight=0.3, refine__stride=stride))
+    wild = refined(moving, fixed, None, 60, config(refine__weight=0, refine__smooth=0, refine__stride=stride))
     assert folding_percent(field) < 0.1 < folding_percent(wild)
 
 
 def test_more_weight_is_a_smoother_field():
     moving, fixed, _ = pair(3)
-    rough = [float(refine(moving, fixed, None, 30, config(refine__weight=weight)).diff(dim=3).square().mean())
+    rough = [float(refined(moving, fixed, None, 30, config(refine__weight=weight)).diff(dim=3).square().mean())
              for weight in (0.25, 1.0, 4.0)]
     assert rough[0] > 1.2 * rough[1] > 1.44 * rough[2] > 0
 
@@ -141,7 +146,7 @@ def test_the_weight_follows_from_the_pair():
             moving, fixed = (each + noise * torch.randn(image.shape, generator=numbers)
                              for each in (image, warp(image, true, padding="border")))
             found[name].append(inferred_weight(unmasked(moving, fixed), None, config()))
-            misses[name].append([float((refine(moving, fixed, None, 30, config(refine__weight=weight)) - true).square()
+            misses[name].append([float((refined(moving, fixed, None, 30, config(refine__weight=weight)) - true).square()
                                        .mean()) for weight in (found[name][-1], 0.25, 4.0)])
     fine, noisy = (np.exp(np.log(found[name]).mean()) for name in ("fine", "noisy"))
     assert noisy > 1.2 * fine
@@ -163,7 +168,7 @@ def test_what_a_mask_leaves_out_has_no_edges():
 def test_a_number_is_taken_as_it_is_and_auto_is_the_number_inferred():
     moving, fixed, _ = pair(3)
     weight = inferred_weight(unmasked(moving, fixed), None, config())
-    by_number, by_pair = (refine(moving, fixed, None, 8, config(refine__weight=each)) for each in (weight, "auto"))
+    by_number, by_pair = (refined(moving, fixed, None, 8, config(refine__weight=each)) for each in (weight, "auto"))
     assert torch.equal(by_number, by_pair)
 
 
@@ -202,13 +207,13 @@ def test_steps_are_divided_among_the_levels():
 def test_same_input_same_bits_and_no_gradient_is_left_behind():
     moving, fixed, _ = pair(3)
     with torch.no_grad():
-        first, second = (refine(moving, fixed, None, 6, config()) for _ in range(2))
+        first, second = (refined(moving, fixed, None, 6, config()) for _ in range(2))
     assert torch.equal(first, second) and not first.requires_grad
 
 
 def test_small_volumes_leave_out_the_levels_that_would_be_too_small():
     image = torch.rand(1, 1, 9, 11, 10, generator=torch.Generator().manual_seed(0))
-    field = refine(image, image.roll(1, 2), None, 4, config(refine__levels=8))
+    field = refined(image, image.roll(1, 2), None, 4, config(refine__levels=8))
     assert field.shape == (1, 3, 9, 11, 10) and field.isfinite().all()
 
 

@@ -212,9 +212,9 @@ def test_the_answer_of_a_coarse_network_is_refined_on_the_grid_of_the_volumes(fi
     fixed, moving = two_volumes(fixed, moving)
     matrix, net, seen = known_transform(fixed[1], fixed[0].shape), Known(), []
 
-    def nothing(moving, fixed, field, *rest):
-        seen.append(tuple(fixed.shape[2:]))
-        return field
+    def nothing(pair, field, *rest):
+        seen.append(tuple(pair["fixed"].shape[2:]))
+        return field, None
 
     monkeypatch.setattr(registration, "optimise", nothing)
     models = {grid: (net, settings(16, 0, refine__grid=grid)) for grid in ("own", "trained")}
@@ -397,9 +397,9 @@ def test_the_recommended_number_of_steps_needs_no_number(monkeypatch):
     pairs = [(make_subject(seed, (24, 28), dims=2)["image"], np.eye(4)) for seed in (0, 1)]
     asked, optimise = [], registration.optimise
 
-    def one_step(moving, fixed, field, steps, *more):
+    def one_step(pair, field, steps, *more):
         asked.append(steps)
-        return optimise(moving, fixed, field, 1, *more)
+        return optimise(pair, field, 1, *more)
 
     monkeypatch.setattr(registration, "optimise", one_step)
     for refine in (True, 7, 0):

@@ -22,10 +22,10 @@ from Diffusion.predict import align, best_field, label_map, segmented, segmented
 from Diffusion.validation import segmentation_dice
 from Inference.labels import apply_label
 from Inference.load_model import load_model
-from Inference.refine import refine
 from Inference.registration import register
 from Runtime.config import load_config
 from Runtime.errors import InputError
+from tests.test_refine import refined
 from tests.tiny import QUICK, ROOT, SHARED, arguments, config, final_sha256, log_lines, make_data, options
 
 SIZES = {2: (18, 25), 3: (10, 13, 16)}  # nothing that could be halved twice
@@ -211,9 +211,9 @@ def test_refinement_brings_structures_together_that_the_intensities_do_not_show(
     def overlap(field):
         return average(dice(warp(moving, field) > 0.5, fixed > 0.5, [1]))
 
-    still = refine(image, image, None, 60, cfg)
-    found = refine(image, image, None, 60, cfg, structures=structures)
-    ignored = refine(image, image, None, 60, {**cfg, "refine.structures": 0.0}, structures=structures)
+    still = refined(image, image, None, 60, cfg)
+    found = refined(image, image, None, 60, cfg, structures=structures)
+    ignored = refined(image, image, None, 60, {**cfg, "refine.structures": 0.0}, structures=structures)
     assert torch.equal(ignored, still) and overlap(still) < 0.7 < 0.85 < overlap(found)
 
 
