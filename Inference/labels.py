@@ -70,8 +70,7 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
 
     label: (D, H, W) or (H, W) integers on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed
     grid. fixed_affine: 4x4. labels: "smooth" (see `label_at`) or "nearest", the label of the nearest voxel.
-    Returns: (*fixed) of the label's dtype; 0 outside the moving volume. Raises InputError for other words, or if
-    label, field and affines do not fit together.
+    Returns: (*fixed) of the label's dtype; 0 outside the moving volume.
     """
     _require_fitting(label, affine, field, fixed_affine)
     if labels not in LABELS:
@@ -110,8 +109,8 @@ def label_at(label, points):
 
     Each label becomes an image, 1 in its voxels and 0 elsewhere. Smoothing this image and sampling it linearly gives
     the label's share at each point; the background has the rest up to 1. The label with the largest share wins.
-    Smoothing removes parts thinner than about two voxels. Where it removes a part of a structure, or a gap, points get
-    the label of the nearest voxel. So do points at a voxel, so that a zero field changes nothing.
+    Smoothing removes parts thinner than about two voxels: there points get the label of the nearest voxel. So do points
+    at a voxel, so that a zero field changes nothing.
     label: (D, H, W) or (H, W) integers. points: (N, *out) in voxels of it.
     Returns: (*out) of the label's dtype; 0 outside the volume. A label that is not in the volume never appears.
     """

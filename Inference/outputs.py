@@ -26,7 +26,7 @@ from Inference.results import (
     write_results,
 )
 from Inference.scores import COLUMNS, label_scores, moved_points, point_scores, said_of_labels
-from Inference.verdict import judge, judge_list
+from Inference.verdict import judge
 from Report.page import figure_png
 from Runtime.errors import InputError, attempt
 from Runtime.files import write_file
@@ -43,9 +43,9 @@ def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, N
     """Write the files of a registered pair and return its row of the results.
 
     folder: of the pair. out: of the results, the same for a single pair. pair: its name and its files, TO_REGISTER.
-    result: of `register`. labels: the label maps of fixed and moving volume, on their grids, or None. points_mm: the
-    landmarks of both, (P, 3), or None. disp, also: as for `write_pair`. carried: how to warp labels, one of LABELS.
-    picture: whether to draw one. earlier: row of an earlier registration; its files are removed before writing.
+    labels: the label maps of fixed and moving volume, on their grids, or None. points_mm: their landmarks, (P, 3), or
+    None. disp: path of the field for Learn2Reg, or None. also: some of ALSO. carried: how to warp labels, one of
+    LABELS. picture: whether to draw one. earlier: row of an earlier registration, whose files are removed first.
     """
     fixed_label, moving_label = labels
 
@@ -111,7 +111,7 @@ def save(result, folder):
             write_volume(files[key], volume.array.astype(volume.dtype) if whole else volume.array, volume.affine,
                          volume.header)
     pair = {"name": f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}", **files}
-    rows = judge_list([write_row(folder, folder, pair, result)])
+    rows = [write_row(folder, folder, pair, result)]
     dims = result.fixed.array.ndim
     write_report(folder, rows, [], "omnimorph.register", dims)
     write_results(folder, rows, [], {"config": {"model.dims": dims}}, complete=True)
@@ -126,15 +126,7 @@ def make_folder(path):
 
 
 def write_pair(folder, pair, result, warped_label, points_mm, disp, also):
-    """Write the files of a registration.
-
-    folder: where warped.nii.gz, field.nii.gz, jacobian.nii.gz and, if present, warped_label.nii.gz,
-    warped_channel_2.nii.gz and so on, inverse_field.nii.gz, segmented_fixed.nii.gz, segmented_moving.nii.gz and
-    points.csv go. pair: paths of the files that were read, fixed, moving, moving_label and further channels.
-    result: Result of `register`. warped_label: (*fixed) or None. points_mm: (P, 3) landmarks of the fixed volume or
-    None. disp: path of the field for Learn2Reg, or None. also: some of ALSO: the fields as .h5, the alignment as
-    affine.mat, the warped image and label in another format.
-    """
+    """Write the files of a registration. warped_label: (*fixed) or None. Others as for `write_row`."""
     header, affine = read_raw_header(pair["fixed"]), result.fixed.affine
     for suffix in ("nii.gz", *(word for word in ("nrrd", "mha", "mgz") if word in also)):
         if warped_label is not None:
@@ -172,10 +164,9 @@ def determinants(field):
 
 
 def write_warped(path, warped, source, affine, fixed_header):
-    """Write a warped volume on the fixed grid, with the fixed volume's header except for its display range.
+    """Write a warped volume, (*fixed), with the fixed volume's header except for its display range.
 
-    If the moving file stores whole numbers, they are written in its type; other arrays are written as they are.
-    warped: (*fixed). source: the moving file. affine, fixed_header: of the fixed volume.
+    Whole numbers keep the type of the moving file, `source`. affine, fixed_header: of the fixed volume.
     """
     header = nibabel.Nifti1Header.from_header(fixed_header)
     header["cal_min"] = header["cal_max"] = 0
@@ -186,8 +177,8 @@ def write_moved(path, array, source, affine, header, kinds="iuf"):
     """Write a deformed volume with the number type of the file it comes from.
 
     If the file has scaled numbers (slope, intercept), its type does not fit, and the array keeps its own type.
-    array: (D, H, W) or (H, W). source: path of the file that was deformed. affine: 4x4, header: nibabel header, of the
-    grid of the array. kinds: numpy's letters of the kinds of numbers whose type is kept ("i", "u" whole, "f" floating).
+    source: path of the file that was deformed. affine, header: of the array's grid. kinds: numpy's letters of the kinds
+    of numbers whose type is kept ("i", "u" whole, "f" floating).
     """
     dtype = stored_type(source)
     if dtype is not None and dtype.kind in kinds:
@@ -199,10 +190,7 @@ def write_moved(path, array, source, affine, header, kinds="iuf"):
 
 
 def write_points(path, points_mm, field, affine):
-    """Write landmarks of the fixed volume, moved into the moving one, as a CSV table x,y,z.
-
-    points_mm: (P, 3) mm, RAS. field: (N, *fixed) in voxels. affine: 4x4 of the fixed volume.
-    """
+    """Write landmarks of the fixed volume, moved into the moving one, as a CSV table x,y,z; see `moved_points`."""
     lines = ["{:.6f},{:.6f},{:.6f}\n".format(*point) for point in moved_points(points_mm, field, affine)]
     write_file(path, "x,y,z\n" + "".join(lines))
 
@@ -216,10 +204,7 @@ def grid_header(header):
 
 
 def require_own_disps(pairs, dims):
-    """Raise InputError if the fields of two pairs would have the same `disp_name`, so that one would replace the other.
-
-    A pair without such a name is skipped here and refused when it is registered.
-    """
+    """Raise InputError if two pairs have the same `disp_name`. One without is refused when it is registered."""
     taken = {}
     for pair in pairs:
         name = attempt(pair["name"], disp_name, pair, dims)
@@ -232,8 +217,7 @@ def require_own_disps(pairs, dims):
 def disp_name(pair, dims):
     """The name of a field in a Learn2Reg submission: disp_<fixed>_<moving>.nii.gz, four digits each.
 
-    pair: dict with fixed and moving, paths. Raises InputError if the two volumes are on different grids, or if a file
-    name has no number.
+    Raises InputError if the two volumes are on different grids, or if a file name has no number.
     """
     shape, affine = read_header(pair["fixed"], dims)
     moving_shape, moving_affine = read_header(pair["moving"], dims)

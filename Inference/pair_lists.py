@@ -12,7 +12,6 @@ from pathlib import Path
 from Dataloader.datalist import (
     MOST_CHANNELS,
     PAIR_KEYS,
-    is_named_segmentation,
     label_beside,
     list_volumes,
     pair_files,
@@ -40,7 +39,6 @@ def read_pairs_to_register(path, key=None):
     Learn2Reg's entries have no labels. A volume then gets the first of these that exists: the label that the list
     "training" names for it, the label beside it, the file of the same name in a labelsTr or labelsTs beside the images.
     Returns: list of dict(name=str, fixed=Path, moving=Path and a Path for every other key of TO_REGISTER it has).
-    Raises InputError naming the file for a list that cannot be read, unknown keys and repeated names.
     """
     path = _list_of(Path(path))
     content = _read_list(path, (*TO_REGISTER, "name"))
@@ -51,7 +49,9 @@ def read_pairs_to_register(path, key=None):
         key = key or next((name for name in LISTS if content.get(name)), "pairs")
         entries, training = content.get(key), content.get("training", [])
     _require_entries(path, entries, "fixed and moving", key)
-    labels = _training_labels(path.parent, training)
+    files = [(entry.get("image"), entry.get("label")) for entry in training if isinstance(entry, dict)]
+    labels = {path.parent / image: path.parent / label for image, label in files  # a pair needs single channels
+              if isinstance(image, str) and isinstance(label, str)}
     pairs = [_pair_to_register(path, number, entry, labels) for number, entry in enumerate(entries, 1)]
     names = [as_stored(pair["name"]) for pair in pairs]
     repeated = next((name for name in names if names.count(name) > 1), None)
@@ -78,7 +78,6 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     fixed: path. moving: volumes, or folders, lists and patterns of them (Dataloader/datalist.py).
     labels: of the moving volumes, one file for each in the same order; by default they are found by folder and name.
     fixed_label: path; None: found in the same way.
-    Raises InputError if there is no pair, or if the numbers of labels and moving volumes differ.
     """
     fixed, items = Path(fixed), []
     for source in moving:
@@ -113,15 +112,6 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     return pairs
 
 
-def require_images(pairs):
-    """Raise InputError if a volume's name marks it as a segmentation, because registration compares intensities."""
-    for pair in pairs:
-        for side in ("fixed", "moving"):
-            if is_named_segmentation(pair[side]):
-                raise InputError(f"{pair[side]}: its name marks it as a segmentation; give its image as the {side} "
-                                 f"volume and this one as its label ({side}_label), or rename it if it is an image.")
-
-
 def channels_of(pair, side):
     """The files of the further channels of one side of a pair, "fixed" or "moving", in their order."""
     return [pair[key] for key in CHANNELS[side] if key in pair]
@@ -135,7 +125,6 @@ def read_pairs_to_score(path):
     Returns: list of dict(name=str, and a Path for each key of TO_SCORE it has; for a registered pair "written", the
     folder and the `file_digests` of its field, "resample", whether its labels were resampled to its volumes, and
     "carried", how they were warped); the number of axes, None if the list does not say.
-    Raises InputError naming the file for a list that cannot be read and unknown keys.
     """
     path = Path(path)
     content = _read_list(path)
@@ -182,13 +171,6 @@ def _require_entries(path, entries, wanted, key=None):
         raise InputError(f"{path}: no list of pairs{f' under {key}' if key else ''}; write objects with {wanted}.")
 
 
-def _training_labels(folder, training):
-    """{image: label} of a Decathlon list. Entries with several channels are skipped: a pair needs single volumes."""
-    files = [(entry.get("image"), entry.get("label")) for entry in training if isinstance(entry, dict)]
-    return {folder / image: folder / label for image, label in files
-            if isinstance(image, str) and isinstance(label, str)}
-
-
 def _pair_to_register(path, number, entry, labels):
     pair = pair_files(path, number, entry, TO_REGISTER)
     if "fixed" not in pair or "moving" not in pair:
@@ -205,7 +187,7 @@ def _pair_to_register(path, number, entry, labels):
 
 
 def _label_of(image, labels):
-    """The existing label file of an image, or None. labels: from `_training_labels`."""
+    """The existing label file of an image, or None. labels: those that the list "training" names, {image: label}."""
     candidates, folder = [labels.get(image), label_beside(image)], image.parent
     if folder.name.startswith("images"):
         candidates.append(folder.parent / folder.name.replace("images", "labels") / image.name)

@@ -1,6 +1,7 @@
 """What OM_register.py does with its options: register a pair or a list, or apply a saved field."""
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import nibabel
 import numpy as np
 import torch
 
-from Dataloader.datalist import MOST_CHANNELS, volume_id
+from Dataloader.datalist import MOST_CHANNELS, is_named_segmentation, volume_id
 from Dataloader.formats import import_sitk
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
@@ -34,7 +35,7 @@ from Inference.labels import apply_field, apply_label, carry
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import disp_name, make_folder, require_own_disps, write_points, write_row, write_warped
 from Inference.pair_figures import means, write_report
-from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, pairs_onto, read_pairs_to_register, require_images
+from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, pairs_onto, read_pairs_to_register
 from Inference.registration import memory_needed, overlap_percent, register_from
 from Inference.results import PARTS, do_all, listed_files, parts_of, require_apart, require_own, write_results
 from Inference.scores import point_scores
@@ -46,7 +47,7 @@ from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import sha256
 
 FOLDED, OUTSIDE = 20.0, 95.0  # percent of the voxels; above, an applied field is probably a mistake
-WORKER = {}  # of each process of --workers: args, model, cfg
+WORKER = {}  # set in each process by `begin_worker`: args, model, cfg
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,16 +72,11 @@ def asked_pairs(args):
                  **dict(zip(CHANNELS["moving"], args.moving_channels))}
         name = f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}"
         pairs = [{"name": name, **{key: Path(path) for key, path in files.items() if path}}]
-    require_images(pairs)
+    for pair, side in itertools.product(pairs, ("fixed", "moving")):
+        if is_named_segmentation(pair[side]):  # registration compares intensities
+            raise InputError(f"{pair[side]}: its name marks it as a segmentation; give its image as the {side} "
+                             f"volume and this one as its label ({side}_label), or rename it if it is an image.")
     return pairs
-
-
-def asked_model(args):
-    """The model or None, and the config. args.dims: axes of the volumes, for a registration without a model."""
-    if args.model != "none":
-        model = load_model(args.model, args.device, args.set)
-        return model, model[1]
-    return None, load_config(args.config or DEFAULTS, [*args.set, f"model.dims={args.dims}"])
 
 
 def settings_of(args, model, cfg):
@@ -91,15 +87,6 @@ def settings_of(args, model, cfg):
     weights = checkpoint.weights_sha256(model[0].state_dict()) if model else None
     initial = sha256(args.initial) if args.initial and Path(args.initial).is_file() else None
     return json.loads(json.dumps({"weights": weights, "initial": initial, **asked, "config": cfg}))
-
-
-def first_dims(pairs):
-    """The number of axes of the first fixed volume that can be opened, else 3."""
-    for pair in pairs:
-        found = attempt(pair["fixed"], dims_of, pair["fixed"])
-        if not isinstance(found, str):
-            return found
-    return 3
 
 
 def memory_of(pairs, args):
@@ -133,39 +120,40 @@ def how_registered(args):
 def register_all(args):
     """Register one pair or a list; returns the exit code. A failed pair does not stop a list."""
     out, args.device = Path(args.out), pick_device(args.device)
-    prepare_device(args.device, 0)
     pairs = asked_pairs(args)
-    args.dims = args.dims or first_dims(pairs)
-    model, cfg = asked_model(args)
-    settings = settings_of(args, model, cfg)
+    if not args.dims:  # those of the first fixed volume that can be opened
+        opened = (attempt(pair["fixed"], dims_of, pair["fixed"]) for pair in pairs)
+        args.dims = next((dims for dims in opened if not isinstance(dims, str)), 3)
+    begin_worker(args)
+    cfg = WORKER["cfg"]
+    settings = settings_of(args, WORKER["model"], cfg)
     if args.learn2reg:
         require_own_disps(pairs, cfg["model.dims"])
     if "bids" in args.also:
         require_own_names(pairs)
     for suffix in {"h5", "nrrd", "mha"}.intersection(args.also):
         import_sitk(out / f"field.{suffix}")  # a missing package is told before the work
-    args.home = home = out
+    args.home, beside = out, []
     tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
     folders = [folder for _, folder in tasks]
     if args.part:
         number, count = map(int, args.part.split("/"))
-        args.home = home = out / PARTS / f"{number}_of_{count}"
+        args.home = out / PARTS / f"{number}_of_{count}"
         pairs, tasks = pairs[number - 1::count], tasks[number - 1::count]
+        beside = [each for each in (out, *parts_of(out)) if each != args.home]
+        for each in beside:  # what the whole list or another division has done is kept, but neither may be at work
+            if each == out or each.name.rpartition("_of_")[2] != str(count):
+                run_lock.require_free(each)
+    home = args.home
     make_folder(home)
-    beside = []
-    if args.part:  # what the whole list or another division has done is kept, but neither may be at work
-        beside = [each for each in (out, *parts_of(out)) if each != home]
-        for each in (each for each in beside if each == out or each.name.rpartition("_of_")[2] != str(count)):
-            run_lock.require_free(each)
     with contextlib.ExitStack() as locks:
         for each in (home, *parts_of(home)):
             locks.enter_context(run_lock.held_results(each))
         require_own(out, folders)
         (home / "report.html").unlink(missing_ok=True)
         print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
-        WORKER.update(args=args, model=model, cfg=cfg)
         rows, failed = do_all(home, tasks, register_pair, settings, args.workers, again=args.again,
-                              resumes=is_list(args), begin=begin_worker, arguments=(args,), beside=beside)
+                              resumes=is_list(args), begin=functools.partial(begin_worker, args), beside=beside)
         rows = judge_list(rows)
         if rows:
             page = write_report(home, rows, failed, how_registered(args), cfg["model.dims"])
@@ -186,9 +174,13 @@ def register_all(args):
 
 
 def begin_worker(args):
-    """Fill WORKER in a process of --workers."""
+    """Fill WORKER, in this process and in each one of --workers."""
     prepare_device(args.device, 0)
-    model, cfg = asked_model(args)
+    if args.model != "none":
+        model = load_model(args.model, args.device, args.set)
+        cfg = model[1]
+    else:
+        model, cfg = None, load_config(args.config or DEFAULTS, [*args.set, f"model.dims={args.dims}"])
     WORKER.update(args=args, model=model, cfg=cfg)
 
 
@@ -219,11 +211,7 @@ def register_pair(pair, folder, earlier):
 
 
 def read_own_label(pair, side, dims, args):
-    """The label map of one side of a pair, (D, H, W) integers on its image's grid; None if it has none.
-
-    side: "fixed" or "moving". Raises InputError naming the file if the label is on a different grid from its image
-    without --resample-labels, or outside the image.
-    """
+    """The label map of one side of a pair, "fixed" or "moving", on the grid of its image; None if it has none."""
     if f"{side}_label" not in pair:
         return None
     path, image = pair[f"{side}_label"], pair[side]

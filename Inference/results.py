@@ -75,8 +75,8 @@ def require_own(out, folders=(), program=None):
 def write_results(out, rows, failed, settings, complete):
     """Write results.json, and results.csv with a row for each pair and label.
 
-    out: Path. rows: dicts with name, "folder" (stored relative to `out`), labels and scores. failed: dicts of name and
-    reason. settings: what the rows depend on, plain JSON. complete: whether the run has finished.
+    rows: dicts with name, "folder" (stored relative to `out`), labels and scores. failed: dicts of name and reason.
+    settings: what the rows depend on, plain JSON. complete: whether the run has finished.
     """
     stored = [{**row, "folder": os.path.relpath(row["folder"], out)} for row in rows]
     content = {"version": __version__, "complete": complete, "pairs": stored, "failed": failed,
@@ -107,10 +107,10 @@ def read_results(out):
             for row in rows.values():
                 row.update({key: str(out.resolve() / Path(row[key]).name) for key in ("fixed", "fixed_label")
                             if key in row})
-        return {"version": content.get("version"), "settings": content.get("settings"), "pairs": rows,
-                "failed": content.get("failed", []), "complete": content.get("complete", False)}
     except (OSError, ValueError, LookupError, TypeError):
-        return {"version": None, "settings": None, "pairs": {}, "failed": [], "complete": False}
+        content, rows = {}, {}
+    return {"version": content.get("version"), "settings": content.get("settings"), "pairs": rows,
+            "failed": content.get("failed", []), "complete": content.get("complete", False)}
 
 
 def listed_files(out):
@@ -131,10 +131,9 @@ def moved_to(out, home, row):
 
 
 def kept_rows(earlier, settings, pairs, out):
-    """The rows of an earlier run of a list that are still valid: {name: row}.
+    """The rows of an earlier run of a list that are still valid: {name: row}. earlier: from `read_results`.
 
-    earlier: from `read_results`. A row is valid if version, settings, source files and written files are unchanged, so
-    a list that was interrupted or has grown resumes.
+    Those with unchanged version, settings, source and written files: a list that was interrupted or has grown resumes.
     """
     if earlier["version"] != __version__ or earlier["settings"] != settings:
         return {}
@@ -197,15 +196,15 @@ def damage(files, out):
 
 
 def do_all(out, tasks, function, settings, workers=1, doing="registering", unit="pair", again=False, resumes=True,
-           begin=None, arguments=(), beside=()):
+           begin=None, beside=()):
     """Do every entry of a list that no earlier run has done, and write results.json after each.
 
     out: Path of the results; the caller holds its lock. tasks: list of (entry, folder): a dict with "name" and the
     paths of the input files, and the Path for its results. function(entry, folder, earlier row or None) returns the
     row, a dict with its "source" and "files". settings: plain JSON on which the rows depend.
     doing, unit: words of the bar. again: repeat everything. resumes: False for a single entry, which is always done and
-    has no bar. begin(*arguments): called once in each process of several `workers`. beside: further folders of results
-    whose entries count as done.
+    has no bar. begin: called once in each process of several `workers`. beside: further folders of results whose
+    entries count as done.
     Returns: rows, and failed entries as dicts of name and reason, in the order of the list.
     """
     remove_leftovers(out)  # of a run that was killed
@@ -234,7 +233,7 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     guarded = functools.partial(do_one, function, str(out), resumes)
     if workers > 1 and len(todo) > 1:
         share = max(1, torch.get_num_threads() // min(workers, len(todo)))
-        made = run_tasks(guarded, todo, workers, str(out), begin_worker, (share, begin, arguments),
+        made = run_tasks(guarded, todo, workers, str(out), begin_worker, (share, begin),
                          lambda: keep_lock(out))
     else:
         made = ((task, guarded(*task)) for task in todo)
@@ -256,11 +255,11 @@ def keep_lock(out):
             return run_lock.touch(folder)
 
 
-def begin_worker(threads, begin, arguments):
+def begin_worker(threads, begin):
     """Set up a new process; the processes share the CPU cores."""
     torch.set_num_threads(threads)
     if begin:
-        begin(*arguments)
+        begin()
 
 
 def do_one(function, out, of_list, entry, folder, earlier):

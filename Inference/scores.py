@@ -2,7 +2,7 @@
 import numpy as np
 import torch
 
-from Dataloader.grids import thinning
+from Dataloader.grids import intensity_range, thinning
 from Dataloader.nifti import is_segmentation, move_points
 from Diffusion.fields import jacobian_determinant, then_affine, warp
 from Diffusion.losses import box_mean, weighted_variance
@@ -26,8 +26,8 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
 
     Both similarities, and the body of the fixed volume, use the first channel only.
     Above MOST_VOXELS voxels, only every second or third along each axis counts.
-    fixed, moving: Volumes. field: (N, *fixed). warped: (*fixed). matrix: 4x4, fixed to moving world. inverse:
-    (N, *moving) or None. compared_by, one_sign: of the Result. device: for the similarities. Returns: dict.
+    fixed, moving: Volumes. field, warped, matrix, inverse, compared_by, one_sign: of the Result. device: for the
+    similarities. Returns: dict.
     """
     step, moving_step = thinning(fixed.array.shape), thinning(moving.array.shape)
     fixed, warped, field = fixed.every(step), warped[(slice(None, None, step),) * warped.ndim], every(field, step)
@@ -65,8 +65,7 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
     it, before and after.
 
     fixed, before, after: (*fixed), the fixed volume and the moving one on its grid. moving: intensities of the moving
-    one, of any shape, for their range. seen_before, seen_after: booleans (*fixed), where the moving volume, and its
-    mask, cover the grid. fixed_mask: (*fixed) or None.
+    one, of any shape, for their range. seen_before, seen_after: where the moving volume, and its mask, cover the grid.
     Returns: dict of similarity_before, similarity, covered_percent (of the fixed body by the moving one), body_overlap
     (Dice of both bodies); and the fixed body, booleans (*fixed).
     """
@@ -96,9 +95,7 @@ def body_of(variance):
 
 def in_range(volume, source):
     """A volume scaled by the range of a source, its percentiles 0.5 to 99.5; float32."""
-    low, high = np.percentile(source, (0.5, 99.5))
-    if high <= low:
-        low, high = float(source.min()), float(source.max())
+    low, high = intensity_range(source)
     return ((np.asarray(volume, np.float32) - np.float32(low)) / np.float32(high - low or 1)).clip(-1, 2)
 
 
@@ -140,8 +137,7 @@ def field_scores(field, body=None):
 def stretched_percent(field, affine_part, body):
     """Share of the body where the deformation, without its affine part, changes the volume more than STRETCHED times.
 
-    If the moving volume lacks a part, the rest is stretched over the gap.
-    field: (N, *spatial) in voxels. affine_part: 4x4, in the same voxels as the field. body: booleans (*spatial).
+    If the moving volume lacks a part, the rest is stretched over the gap. affine_part: 4x4, in voxels as the field.
     """
     dims = len(field)
     change = jacobian_determinant(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None])[0].numpy()
@@ -153,8 +149,8 @@ def there_and_back_mm(field, affine, back, back_affine):
     """The round-trip error of points by one field and back by the other, in mm; NaN where they leave the grid.
 
     Both fields are used as written and interpolated linearly between voxels, as other programs do.
-    field: (N, *size), the way there, in voxels of its own grid. back: (N, *other), the way back, in voxels of its own
-    grid. affine, back_affine: 4x4 of the two grids. Returns: (*size) float32.
+    field: (N, *size), the way there. back: (N, *other), the way back. Each is in voxels of its own grid, with the 4x4
+    affine and back_affine. Returns: (*size) float32.
     """
     dims = len(field)
     tensor, back = (torch.from_numpy(np.ascontiguousarray(each, np.float32))[None] for each in (field, back))
@@ -173,9 +169,9 @@ def there_and_back_mm(field, affine, back, back_affine):
 def inverse_scores(field, affine, inverse, moving_affine, body=None):
     """How well two fields undo each other in mm, starting from the moving volume and from the fixed one.
 
-    field: (N, *fixed) and inverse: (N, *moving), each in voxels of its grid. affine, moving_affine: 4x4. body: booleans
-    (*fixed) or None. Returns: dict of inverse_error_mm and inverse_error_max_mm (over the moving grid), and
-    inverse_consistency_mm (mean over the fixed body); None if all points leave the other grid.
+    field: (N, *fixed) and inverse: (N, *moving), each in voxels of its grid. body: booleans (*fixed) or None.
+    Returns: inverse_error_mm and inverse_error_max_mm over the moving grid, inverse_consistency_mm, the mean over the
+    body; None if all points leave the other grid.
     """
     missed_mm = there_and_back_mm(inverse, moving_affine, field, affine)
     consistent_mm = there_and_back_mm(field, affine, inverse, moving_affine)
@@ -225,9 +221,8 @@ def said_of_labels(scores):
 def point_scores(fixed_mm, moving_mm, pair, field, affine):
     """Mean distance of landmarks in mm, as the headers place them and after the registration: this part of a row.
 
-    fixed_mm, moving_mm: (P, 3) mm, RAS, the same points of both volumes. pair: dict with the paths of the landmark
-    files, for the error message. field: (N, *fixed) in voxels or None. affine: 4x4 of the fixed volume.
-    Raises InputError for unequal numbers of points.
+    fixed_mm, moving_mm: (P, 3) mm, RAS, the same points of both volumes. pair: the paths of their files, for the error
+    if their numbers differ. field: (N, *fixed) in voxels or None. affine: 4x4 of the fixed volume.
     """
     if len(fixed_mm) != len(moving_mm):
         raise InputError(f"{pair.get('fixed_points') or pair.get('points')} has {len(fixed_mm)} landmarks and "
@@ -255,7 +250,7 @@ def affine_scores(matrix, dims, affine=None):
 
     matrix: 4x4, fixed to moving world in mm. The scales are its singular values. The turn is the angle of the closest
     rotation. The shear is the largest deviation from a right angle between two axes of the fixed world after the map.
-    dims: 2 or 3, the axes of the volumes. affine: 4x4 of the fixed grid, None: identity; in 2D its plane counts.
+    affine: 4x4 of the fixed grid, None: identity; in 2D its plane counts.
     """
     linear = np.asarray(matrix, np.float64)[:3, :3]
     if dims == 2:  # the plane may lie anywhere in the world
