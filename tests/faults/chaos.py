@@ -120,12 +120,12 @@ def main(argv=None):
     if code:
         said = [end["sentence"] for end in found.values()] or ["no attempt has an end"]
         print(f"the disturbed run ended with {code}: {said[-1]}", file=sys.stderr)
-    found = read_run(run_of(chaos))
-    print(text_table(*kinds_table(found)), text_table(*causes_table(found)), sep="\n\n")
+    logs = read_run(run_of(chaos))
+    print(text_table(*kinds_table(logs)), text_table(*causes_table(logs)), sep="\n\n")
     print(f"{len(killed)} ranks killed, {len(killed) - len(wrong)} of them named, {len(found)} attempts; weights "
           f"{'bitwise equal' if equal else 'DIFFERENT'} to those of the undisturbed run")
     print(json.dumps({"kills": len(killed), "named": len(killed) - len(wrong), "equal": equal,
-                      "goodput": round(goodput(add_up(found)[0]), 4)}))
+                      "goodput": round(goodput(add_up(logs)[0]), 4)}))
     if not args.keep:
         shutil.rmtree(parent)
     return 0 if equal and len(killed) == args.kills and not wrong else 1
