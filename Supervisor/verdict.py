@@ -121,11 +121,8 @@ def what_ranks_said(records, code):
 
 def exceptions(records):
     """(time, rank, error, cause) of each rank that died with an exception, the earliest first."""
-    died = []
-    for record in records:
-        if line := last_event(record, "died"):
-            died.append((line["time"], record["rank"], line["error"], name_error(line["error"], line.get("errno"))))
-    return sorted(died)
+    return sorted((line["time"], record["rank"], line["error"], name_error(line["error"], line.get("errno")))
+                  for record in records if (line := last_event(record, "died")))
 
 
 def what_killed_ranks(records):
