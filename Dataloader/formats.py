@@ -191,6 +191,8 @@ def read_itk(path, dtype):
         kind = next(theirs for theirs, ours in NUMBERS.items() if ours == dtype.name)
         return sitk.GetArrayFromImage(sitk.ReadImage(files, getattr(sitk, kind))).T
     except RuntimeError as error:
+        if Path(path).suffix.lower() == ".mha":  # of one that is cut, ITK says "No such file or directory"
+            raise InputError(f"{path}: truncated or corrupt; copy or download it again.") from error
         raise _unreadable(path, error) from error
 
 

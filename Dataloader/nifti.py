@@ -11,6 +11,7 @@ of the fixed volume corresponds to A_moving^-1 A_fixed (x + field(x)) in the mov
 of length, ITK converts the grid but not the vectors, which are millimetres in every file.
 """
 import contextlib
+import errno
 import gzip
 import math
 import re
@@ -374,7 +375,8 @@ def _read(path, dims, channels=1):
 
 
 def read_voxels(path, image):
-    """All voxels of an open file in its own (scaled) dtype. Raises InputError for a damaged file."""
+    """All voxels of an open file in its own (scaled) dtype. Raises InputError for a damaged file, MemoryError for one
+    that is too large."""
     if formats.is_itk(path):
         return formats.read_itk(path, image.get_data_dtype())
     kind = nibabel.MGHImage if ends_in(path, FREESURFER) else type(image)
@@ -389,6 +391,8 @@ def read_voxels(path, image):
     except InputError:
         raise
     except READ_ERRORS as error:
+        if getattr(error, "errno", None) == errno.ENOMEM:  # a .nii that is too large to be mapped
+            raise MemoryError(error.strerror) from error
         raise InputError(f"{path}: truncated or corrupt ({error}); copy or download it again.") from error
     if array.dtype.kind not in "buif":
         raise InputError(f"{path}: each voxel must be one real number, but the type is {array.dtype}; convert the "

@@ -769,13 +769,14 @@ def test_names_that_are_not_utf8_are_prepared_and_refused_by_name(tmp_path, caps
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_volume_too_large_for_the_memory_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("side", [700, 1300], ids=["as float32", "to map"])
+def test_a_volume_too_large_for_the_memory_is_refused_by_name(tmp_path, side):
     write_volumes(tmp_path, range(2))
     large = tmp_path / "data/imagesTr/v_00001.nii"
     image = nibabel.Nifti1Image(np.zeros((2, 2, 2), np.uint8), np.eye(4))
-    image.header["dim"][1:4], image.header["vox_offset"] = 700, 352
+    image.header["dim"][1:4], image.header["vox_offset"] = side, 352
     large.write_bytes(image.header.binaryblock)
-    os.truncate(large, 352 + 700 ** 3)  # sparse; as float32 it takes four times as much
+    os.truncate(large, 352 + side ** 3)  # sparse; as float32 it takes four times as much
     (tmp_path / "cache").mkdir()
     used, limits = int(Path("/proc/self/statm").read_text().split()[0]), resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used * resource.getpagesize() + 2 ** 30, limits[1]))
