@@ -169,10 +169,7 @@ def check_arguments(args):
 
 
 def make_job(args):
-    """All settings of the draws, as a plain dict to pass to the workers.
-
-    Also prepares this process to draw. Raises InputError for unusable settings.
-    """
+    """All settings of the draws, as a plain dict to pass to the workers. Also prepares this process to draw."""
     model = None if args.model == "none" else str(find_checkpoint(args.model))
     job = {**vars(args), "model": model, "stride": args.stride or STRIDE, "config": str(args.config or DEFAULTS)}
     prepare_worker(job)
@@ -272,10 +269,9 @@ def target_of(item, rng_key):
 
 
 def read_item(item, dims, labels, nnunet):
-    """The arrays of a volume to deform: tuples of kind, path, array (D, H, W) or (H, W), affine 4x4 and warp mode.
+    """The arrays of a volume to deform, image first: tuples of kind, path, array, affine 4x4 and warp mode.
 
-    The image comes first, then its further channels, label and mask. labels: warp mode of label maps. nnunet: whether
-    nnU-Net will read them.
+    labels: warp mode of label maps. nnunet: whether nnU-Net will read them.
     """
     image, affine = read_volume(item["image"], dims)
     require_image(item["image"], image)
@@ -332,9 +328,9 @@ def make_draws(item, draws):
 def random_copy(volume, target, rng_key):
     """A random copy on the volume's own grid. volume: from `read_item`. target: its index, or None.
 
-    Returns: dict of field, (N, *spatial) in voxels; affine, 4x4, of its grid; file, the one with this grid (None: each
-    file keeps its own); matrix, the affine part of the field, 4x4 as a list, or None; carry, a function of (array, its
-    affine, mode as in `deform`).
+    Returns: dict of field, (N, *spatial) in voxels; affine, of its grid; file, the one with this grid (None: each file
+    keeps its own); matrix, the affine part of the field, as a list, or None; carry, a function of (array, its affine,
+    mode as in `deform`).
     """
     job, cfg, device = WORKER["job"], WORKER["cfg"], WORKER["device"]
     (_, _, image, affine, _), *others = volume
@@ -374,10 +370,9 @@ def registered_copy(item, target):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def make_all(job, items, draws, workers, records):
-    """Make the missing draws.
+    """Make the missing draws, of `draws` for each volume.
 
-    draws: number per volume. records: {name: record} of the existing draws.
-    Returns: records, with the new draws; refused, {id: reason}.
+    records: {name: record} of the existing draws, to which the new ones are added. Returns: refused, {id: reason}.
     """
     out, refused, tasks = Path(job["out"]), {}, []
     for item in items:
@@ -400,7 +395,7 @@ def make_all(job, items, draws, workers, records):
             # An empty line first: a kill may have cut the last line of an earlier run.
             file.write("\n" + "".join(json.dumps(record) + "\n" for record in made))
             file.flush()
-    return records, refused
+    return refused
 
 
 def run(args):
@@ -418,7 +413,7 @@ def run(args):
     with run_lock.held_results(out):
         records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]),
                                items, bool(args.data) and not args.ids)
-        records, refused = make_all(job, items, draws, args.workers, records)
+        refused = make_all(job, items, draws, args.workers, records)
         items = [item for item in items if item["id"] not in refused]
         if items:
             kept = write_lists(out, items, draws, records)

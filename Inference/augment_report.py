@@ -17,11 +17,10 @@ ROWS = 400  # of the table of draws
 
 
 def write_report(out, lead, items, kept, refused, dims, targets):
-    """Write report.html and print its table.
+    """Write report.html into the folder of the draws and print its table. Returns: the headline figures, plain JSON.
 
-    out: folder of the draws. lead: how they were made. items: the volumes. kept: the records of their draws.
-    refused: {id: why} of volumes that could not be used. targets: {id: item} of the volumes whose grids the copies
-    use; empty if each copy uses its own volume's grid. Returns: the headline figures, as plain JSON.
+    lead: how they were made. kept: the records of the items' draws. refused: {id: why} of volumes that could not be
+    used. targets: {id: item} of the volumes whose grids the copies use; empty if each keeps its volume's grid.
     """
     folding, lengths = ([record[key] for record in kept] for key in ("folding", "mean"))
     headline = {"draws": len(kept), "subjects": len({item["subject"] for item in items}), "refused": len(refused),
@@ -76,10 +75,9 @@ def describe(job, cfg):
 
 
 def picture(item, out, records, dims, targets):
-    """One volume and some of its draws, read from their files, as HTML; the first has a viewer.
+    """One volume and some of its draws, read from their files, as HTML; the first draw has a viewer.
 
-    records: of its draws. targets: as in `write_report`; if given, the viewer shows the first copy beside its target,
-    and is left out where the target is gone.
+    targets: if given, the viewer shows the first copy beside its target, and is left out where the target is gone.
     """
     image, affine = read_volume(item["image"], dims)
     low, high = intensity_range(image)

@@ -72,7 +72,7 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
         if net is None:
             raise InputError("target: only a network can deform an image towards a target; give a model.")
         target = require_volume(target, "target", image.ndim)
-        target_affine = None if target_affine is None else checked_affine(target_affine, "target")
+        target_affine = np.eye(4) if target_affine is None else checked_affine(target_affine, "target")
         placed_target, _ = place(target, target_affine, cfg, channels=target_channels)
         shown = show(placed_target, condition, slices, rng_key, cfg).to(device)
     field = draw_field(image, affine, cfg, rng_key, start, net, shown, stride, mask, device, channels)
@@ -87,13 +87,11 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
 
     image: (*spatial); without a network and without data.crop_above only its shape counts. rng_key: (seed, subject,
     draw), ints. condition: (1, C + 1, *size) on the training grid, from `show`, or None. Others as in `augment`.
-    Raises InputError for an image or a start that does not fit the config.
     """
     dims = cfg["model.dims"]
     if image.ndim != dims:
         raise InputError(f"image: shape {image.shape} is not {dims}D, which model.dims requires; give a {dims}D "
                          "volume, or another model or config.")
-    affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
     turn = None if condition is not None else draw_turn(image.shape, affine, rng_key, cfg)
     if turn is not None:
         image, mask, *channels = (None if one is None else turned(one, turn) for one in (image, mask, *channels))
@@ -107,7 +105,8 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
         size = np.broadcast_to(cfg["data.img_size"], (dims,))
         voxels_per_point = np.diag([*(size - 1) / (points - 1), *[1] * (4 - dims)])
         grid_affine = training_grid(image, affine, cfg, mask) @ voxels_per_point
-    field = to_native(field, grid_affine, image.shape, affine)
+    change = np.linalg.inv(grid_affine) @ affine
+    field = total_field(field, change, np.linalg.inv(change), image.shape)
     return field if turn is None else then_affine(torch.from_numpy(field)[None], turn)[0].numpy()
 
 
@@ -143,7 +142,7 @@ def measure(field, affine):
     Returns: dict of mean, p95 and max of the displacement's length over the voxels, in percent of the longest side of
     the field of view (both in millimetres); and folding, the percentage of voxels whose determinant is <= 0.
     """
-    axes_mm = np.asarray(affine, np.float64)[:3, :len(field)]
+    axes_mm = affine[:3, :len(field)]
     side_mm = (np.linalg.norm(axes_mm, axis=0) * field.shape[1:]).max()
     length_mm = np.linalg.norm(np.tensordot(axes_mm, field, 1), axis=0)
     percent = 100 * length_mm / side_mm
@@ -160,8 +159,8 @@ def subject_number(subject):
 def draw_start(start, rng_key, cfg):
     """The time of the random deformation, an int.
 
-    start: int, (low, high), a text as copies.start of the config explains it, or None for that key. rng_key: (seed,
-    subject, draw). Raises InputError for a time outside 1 .. diffusion.timesteps - 1.
+    start: int, (low, high), a text as copies.start of the config explains it, or None for that key.
+    rng_key: (seed, subject, draw).
     """
     last, draw = cfg["diffusion.timesteps"] - 1, rng_key[-1]
     said = start = cfg["copies.start"] if start is None else start
@@ -189,12 +188,11 @@ def draw_turn(shape, affine, rng_key, cfg):
 
     Each axis is mirrored with probability 1/2, and axes with the same number and size of voxels are swapped at random,
     so the grid stays the same and no interpolation is needed.
-    shape: of the volume. affine: its 4x4. rng_key: (seed, subject, draw).
     """
     if not cfg["copies.permute"]:
         return None
     draws, dims = generator(rng_key[0], "turn", *rng_key[1:]), len(shape)
-    size_mm = np.linalg.norm(np.asarray(affine, np.float64)[:3, :dims], axis=0)
+    size_mm = np.linalg.norm(affine[:3, :dims], axis=0)
     source, turn = list(range(dims)), np.eye(4)
     for axis in torch.randperm(dims, generator=draws).tolist():
         alike = [other for other in range(dims) if shape[other] == shape[axis]
@@ -217,7 +215,7 @@ def turned(array, turn):
 
 
 def require_volume(array, name, dims=None):
-    """The array, which must have two or three axes and finite real numbers. Raises InputError naming the problem."""
+    """The array, which must have two or three axes and finite real numbers."""
     array = as_array(array, name, "give an array (D, H, W) or (H, W)")
     if array.ndim not in (2, 3) or dims not in (None, array.ndim):
         raise InputError(f"{name}: shape {array.shape} is not {dims or '2D or 3'}D; give one {dims or 3}D volume.")
@@ -244,7 +242,6 @@ def show(target, kind, slices, rng_key, cfg):
     """What the network sees of a target, drawn once for all steps: values and mask, (1, C + 1, *size).
 
     target: (1, C, *size) on the training grid. kind, slices: condition and slices of `augment`. rng_key: of the draw.
-    Raises InputError if the model takes no condition or the grid has fewer planes than requested.
     """
     if cfg["model.condition_type"] == "none":
         raise InputError("target: the model was trained without a condition (model.condition_type none) and cannot "
@@ -252,9 +249,9 @@ def show(target, kind, slices, rng_key, cfg):
     kind = shown_kind(kind, slices, cfg)
     if kind not in ("slice", "volume"):
         raise InputError(f"condition {kind}: the network can see the target as slice or volume; give one of these.")
-    planes = [(axis, plane) for axis, n in enumerate(target.shape[2:]) for plane in range(n)]
     if not slices or kind == "volume":
         return make_condition(target, kind, [rng_key])
+    planes = [(axis, plane) for axis, n in enumerate(target.shape[2:]) for plane in range(n)]
     if not 1 <= slices <= len(planes):
         raise InputError(f"slices {slices}: the training grid has {len(planes)} planes; give 1 to {len(planes)}, or 0 "
                          "for a random number.")
@@ -276,8 +273,7 @@ def training_grid(image, affine, cfg, mask=None):
 def place(image, affine, cfg, mask=None, channels=()):
     """A volume on the training grid, just as `on_grid` puts a file there: (1, C, *size), and the grid's affine 4x4.
 
-    channels: further channels of the image, of its shape. Raises InputError if their number differs from the config's
-    or their shape from the image's.
+    channels: further channels of the image, of its shape and as many as the config says.
     """
     if 1 + len(channels) != cfg["data.channels"]:
         raise InputError(f"image: it has {1 + len(channels)} of the {cfg['data.channels']} channels that the model "
@@ -286,7 +282,6 @@ def place(image, affine, cfg, mask=None, channels=()):
         if np.shape(channel) != np.shape(image):
             raise InputError(f"channel {number}: shape {np.shape(channel)} is not that of the image, "
                              f"{np.shape(image)}; bring it to the image's grid.")
-    affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
     images = (image, *channels)
     box = focus(images, affine, cfg, mask)
     placed = [to_grid(normalised(one, cfg), affine, cfg["data.img_size"], cfg["data.spacing_mm"], box=box)
@@ -295,10 +290,7 @@ def place(image, affine, cfg, mask=None, channels=()):
 
 
 def focus(images, affine, cfg, mask):
-    """The box of the mask or the foreground on which the grid is centred; None without data.crop_above.
-
-    images: the channels of the volume.
-    """
+    """The box of the mask, or of the foreground of all channels, that the grid centres on; None without crop_above."""
     if not cfg["data.crop_above"]:
         return None
     if mask is None:
@@ -310,13 +302,3 @@ def normalised(image, cfg):
     """Intensities in 0 .. 1, scaled as in training."""
     image = np.asarray(image, np.float32)
     return rescale(image, *intensity_limits(image, cfg))
-
-
-def to_native(field, grid_affine, shape, affine):
-    """A field of one grid as displacement on another one.
-
-    field: (1, N, *spatial) in voxels of its grid, whose affine is grid_affine. affine: 4x4 of the other grid.
-    Returns: (N, *shape) float32 in voxels of the other grid.
-    """
-    change = np.linalg.inv(grid_affine) @ affine
-    return total_field(field, change, np.linalg.inv(change), shape)

@@ -31,10 +31,7 @@ def draw_paths(item, draw):
 
 
 def draw_settings(job, cfg, targets):
-    """What must be the same for earlier draws to be kept, as plain JSON.
-
-    job: dict of OM_augment.py. cfg: flat config. targets: items of the volumes towards which the network deforms.
-    """
+    """What must be the same for earlier draws to be kept, as plain JSON. job: of OM_augment.py."""
     aims = [digest for item in targets for digest in source_digests({**item, "label": None})]
     if len(aims) > 1:
         aims = [hashlib.sha256("".join(aims).encode()).hexdigest()]
@@ -50,8 +47,7 @@ def draw_settings(job, cfg, targets):
 def claim_folder(out, settings, items, whole):
     """Use an empty folder, or continue in one whose draws were made with the same settings.
 
-    out: Path of a folder that this process has locked. settings: from `draw_settings`. items: the volumes to deform.
-    whole: they are a whole list, which may have lost some volumes.
+    out: Path of a folder that this process has locked. whole: items are a whole list, which may have lost some volumes.
     Returns: the records of the draws already there, {name: record}.
     Raises InputError if the folder holds other things, or draws of other volumes or made with other settings.
     """
@@ -83,10 +79,7 @@ def claim_folder(out, settings, items, whole):
 
 
 def missing_draws(item, draws, records, out):
-    """Numbers of a volume's draws that are still to be made: those without a record or with files that differ from it.
-
-    draws: the number of copies to draw.
-    """
+    """Numbers of a volume's draws still to be made: those without a record, or with files that differ from it."""
     digests = source_digests(item) if records else None
     missing = []
     for draw in range(draws):
@@ -114,9 +107,8 @@ def file_sizes(paths, out):
 def write_lists(out, items, draws, records):
     """Write dataset.json (for any reader of Decathlon lists), draws.csv and draws.jsonl.
 
-    items: the volumes, in the order of the lists. draws: number of draws of each. records: {name: record}; it may hold
-    others too.
-    Returns: the records of these draws, in the same order.
+    draws: number of draws of each of the items. records: {name: record}; it may hold others too.
+    Returns: the records of these draws, in the order of the lists.
     """
     entries, kept = [], []
     for item in items:

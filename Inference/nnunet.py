@@ -36,9 +36,7 @@ FOLDS = 5
 def cases_of(name, items, dims):
     """The cases of a list of images, grouped by `group_channels` unless they already are.
 
-    Images X_0000 and X_0001 with a label each are two cases, and not two channels of one.
-    name: of the data set. Raises InputError for a name that nnU-Net would not find, a case without a label, and a
-    channel on another grid than the first one of its case.
+    Images X_0000 and X_0001 with a label each are two cases, and not two channels of one. name: of the data set.
     """
     if not NAME.fullmatch(name):
         raise InputError(f"--nnunet {name}: nnU-Net needs three digits in the name, such as Dataset501_Brains.")
@@ -113,10 +111,9 @@ def names_in(data):
 
 
 def write_dataset(out, name, items, draws, dims, data):
-    """Write the data set of all cases and their draws beside the draws themselves.
+    """Write the data set of all cases and their draws beside the draws themselves. Returns: Path of its folder.
 
-    out: folder of OM_augment.py. name: of the data set. items: from `group_channels`. draws: copies of each case.
-    data: the list that names labels and channels, or None. Returns: Path of its folder.
+    out: folder of OM_augment.py. draws: copies of each case. data: the list that names labels and channels, or None.
     """
     folder = out / name
     numbers = {0}
@@ -152,8 +149,7 @@ def write_case(folder, case, images, label, numbers, dims, take):
     """Write one case. images: paths of its channels. label: path. numbers: of all labels; they become 0, 1, 2 ...
 
     take: `copy` or `link`, for an image that needs no change.
-    All files get the affine of the first channel, because nnU-Net treats the smallest difference as another grid, and
-    three axes.
+    All files get three axes and the affine of the first channel: nnU-Net treats any difference as another grid.
     """
     _, affine = read_header(images[0], dims)
     for channel, path in enumerate(images):

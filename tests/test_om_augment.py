@@ -25,11 +25,11 @@ from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
 from Inference import augment_report
-from Inference.augmentation import augment, deform, measure, place, to_native, training_grid
+from Inference.augmentation import augment, deform, measure, place, training_grid
 from Inference.labels import apply_label
 from Inference.load_model import load_model
 from Inference.monai_transforms import RandDeformationd
-from Inference.registration import register
+from Inference.registration import register, total_field
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.errors import InputError
@@ -131,8 +131,8 @@ def test_a_deformation_of_the_world_is_the_same_on_every_grid(affine):
         return np.tensordot(np.linalg.inv(affine[:3, :3]), moved, 1)
 
     field = torch.from_numpy(bent((48, 44, 52), grid_affine)[None].astype(np.float32))
-    found = to_native(field, grid_affine, SHAPE, affine)
     where = np.linalg.inv(grid_affine) @ affine
+    found = total_field(field, where, np.linalg.inv(where), SHAPE)
     voxels = np.tensordot(where[:3, :3], np.indices(SHAPE), 1) + where[:3, 3].reshape(3, 1, 1, 1)
     inside = np.all((voxels >= 0) & (voxels <= np.reshape([47, 43, 51], (3, 1, 1, 1))), axis=0)
     assert inside.mean() > 0.5
