@@ -5,6 +5,7 @@ from scipy import ndimage
 
 from Dataloader.grids import of_slab, slabs
 from Dataloader.nifti import fitted_affine
+from Dataloader.volume import checked_affine
 from Diffusion.fields import then_affine, warp
 from Inference.choices import LABELS
 from Runtime.device import own_settings
@@ -47,14 +48,13 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
 
 
 def _require_fitting(image, affine, field, fixed_affine):
-    """Raise InputError unless a field has a component for each axis of an image, and the affines are 4x4."""
+    """Raise InputError unless a field has a component for each axis of an image, and both affines place a volume."""
     dims = np.ndim(image)
     if dims not in (2, 3) or np.ndim(field) != dims + 1 or len(field) != dims:
         raise InputError(f"a field of shape {np.shape(field)} cannot warp an image of shape {np.shape(image)}; give a "
                          "3D image and a field (3, D, H, W), or a 2D one and (2, H, W).")
-    if np.shape(affine) != (4, 4) or np.shape(fixed_affine) != (4, 4):
-        raise InputError(f"affines of shape {np.shape(affine)} and {np.shape(fixed_affine)} cannot place the "
-                         "images; give those of the volumes, 4x4 in 2D too.")
+    checked_affine(affine, "the image")
+    checked_affine(fixed_affine, "the fixed volume")
 
 
 def _to_moving(field, change, slab):

@@ -153,7 +153,8 @@ def test_a_map_that_goes_nowhere_stays_as_it_is():
     ((8, 8), (3, 8, 8, 8), np.eye(4), "a field of shape (3, 8, 8, 8) cannot warp an image of shape (8, 8); give a 3D"),
     ((8, 8, 8), (2, 8, 8), np.eye(4), "a field of shape (2, 8, 8) cannot warp an image of shape (8, 8, 8)"),
     ((8, 8, 8), (8, 8, 8, 3), np.eye(4), "a field of shape (8, 8, 8, 3) cannot warp"),
-    ((8, 8), (2, 8, 8), np.eye(3), "affines of shape (3, 3) and (4, 4)")])
+    ((8, 8), (2, 8, 8), np.eye(3), "the image: the affine [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, "),
+    ((8, 8), (2, 8, 8), np.diag([1, 0, 1, 1]), "is not an invertible 4x4 matrix; give that of the volume")])
 def test_what_does_not_fit_together_is_one_sentence(shape, size, affine, words):
     for function in (apply_field, apply_label):
         with pytest.raises(InputError) as found:
