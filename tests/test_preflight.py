@@ -395,6 +395,8 @@ def test_ids_that_select_nothing_fail_before_the_training(tmp_path):
     make_data(tmp_path)
     found = checks.check_data(context(tmp_path), print)
     assert found["ok"] and found["said"].startswith("6 training volumes (from ")
+    missing = {**context(tmp_path), "cfg": config(tmp_path, data__cache=tmp_path / "missing")}
+    assert f"{tmp_path / 'data'}, since data.cache" in checks.check_data(missing, print)["said"]
     found = preflight.answer(checks.check_data, {**context(tmp_path), "cfg": config(tmp_path, data__train_ids="70-80")})
     assert found["ok"] is False and 'ids "70-80" select no volume of the 8 volumes' in found["said"]
     (tmp_path / "cache").mkdir()

@@ -172,7 +172,7 @@ def check_data(context, at):
     volumes, _, source, _ = training_volumes(context["cfg"], VOLUMES_ALONE)
     if source.startswith("data.expect_samples"):  # a new site, or volumes that are being copied
         return skipped(source.removeprefix("data.expect_samples, since "))
-    return passed(f"{volumes} training volumes (from {source.split(', since ')[0]})")
+    return passed(f"{volumes} training volumes (from {source})")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
