@@ -75,6 +75,7 @@ def score_pair(pair, dims=3, carried=None):
     pair: dict with name and any keys of TO_SCORE. dims: 2 or 3. carried: how labels are warped, one of LABELS; None: as
     the registration did, else smooth.
     Returns: dict of name, "labels" ({label: scores}) and the means of COLUMNS that the files allow.
+    Raises InputError, naming the file, for files that do not fit together and for a field changed since it was written.
     """
     carried = carried or pair.get("carried", "smooth")
     if "written" in pair:

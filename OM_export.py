@@ -228,7 +228,13 @@ def card(source, net, state, cfg, about, digest, licence):
 
 
 def export(model, out=None, licence=None, overrides=()):
-    """Write the weights, EXPORTED, with CONFIG and PAGE beside them. Returns: the paths of the weights and the card."""
+    """Write the weights, EXPORTED, with CONFIG and PAGE beside them. Returns: the paths of the weights and the card.
+
+    model: checkpoint, run folder or the published method's weights. out: folder, default hub in the run's folder, or
+    beside a checkpoint without a run. licence: of the weights, for the card. overrides: list of "key=value".
+    Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, and if
+    safetensors is not installed.
+    """
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors files needs a package: pip install safetensors")
     source = find_checkpoint(model)

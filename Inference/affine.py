@@ -82,6 +82,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     fixed volume outside the moving one; affine_similarity_before, as the headers place the volumes; affine_runner_up,
     the similarity of the best other candidate as a fraction of T's, at the first level with several candidates, else
     0; one_sign, see `_one_sign`, None with a similarity for two modalities.
+    Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
     """
     if kind not in ("affine", "rigid"):
         raise InputError(f"the kind of affine alignment is {kind!r}; give affine or rigid.")

@@ -87,6 +87,7 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
 
     image: (*spatial); without a network and without data.crop_above only its shape counts. rng_key: (seed, subject,
     draw), ints. condition: (1, C + 1, *size) on the training grid, from `show`, or None. Others as in `augment`.
+    Raises InputError for an image or a start that does not fit the config.
     """
     dims = cfg["model.dims"]
     if image.ndim != dims:
@@ -159,8 +160,8 @@ def subject_number(subject):
 def draw_start(start, rng_key, cfg):
     """The time of the random deformation, an int.
 
-    start: int, (low, high), a text as copies.start of the config explains it, or None for that key.
-    rng_key: (seed, subject, draw).
+    start: int, (low, high), a text as copies.start of the config explains it, or None for that key. rng_key: (seed,
+    subject, draw). Raises InputError for a time outside 1 .. diffusion.timesteps - 1.
     """
     last, draw = cfg["diffusion.timesteps"] - 1, rng_key[-1]
     said = start = cfg["copies.start"] if start is None else start
@@ -215,7 +216,7 @@ def turned(array, turn):
 
 
 def require_volume(array, name, dims=None):
-    """The array, which must have two or three axes and finite real numbers."""
+    """The array, which must have two or three axes and finite real numbers. Raises InputError naming the problem."""
     array = as_array(array, name, "give an array (D, H, W) or (H, W)")
     if array.ndim not in (2, 3) or dims not in (None, array.ndim):
         raise InputError(f"{name}: shape {array.shape} is not {dims or '2D or 3'}D; give one {dims or 3}D volume.")
@@ -242,6 +243,7 @@ def show(target, kind, slices, rng_key, cfg):
     """What the network sees of a target, drawn once for all steps: values and mask, (1, C + 1, *size).
 
     target: (1, C, *size) on the training grid. kind, slices: condition and slices of `augment`. rng_key: of the draw.
+    Raises InputError if the model takes no condition or the grid has fewer planes than requested.
     """
     if cfg["model.condition_type"] == "none":
         raise InputError("target: the model was trained without a condition (model.condition_type none) and cannot "
@@ -273,7 +275,8 @@ def training_grid(image, affine, cfg, mask=None):
 def place(image, affine, cfg, mask=None, channels=()):
     """A volume on the training grid, just as `on_grid` puts a file there: (1, C, *size), and the grid's affine 4x4.
 
-    channels: further channels of the image, of its shape and as many as the config says.
+    channels: further channels of the image. Raises InputError if their number differs from the config's or their shape
+    from the image's.
     """
     if 1 + len(channels) != cfg["data.channels"]:
         raise InputError(f"image: it has {1 + len(channels)} of the {cfg['data.channels']} channels that the model "

@@ -29,7 +29,10 @@ OF_A_SEGMENTATION = {"label.nii.gz": "desc-omnimorph_dseg.nii.gz"}
 
 
 def split_name(path):
-    """The entities, without those of a derivative, and the suffix of a BIDS name: ("sub-01_ses-1", "T1w")."""
+    """The entities, without those of a derivative, and the suffix of a BIDS name: ("sub-01_ses-1", "T1w").
+
+    Raises InputError for a name that is not BIDS.
+    """
     found = NAME.fullmatch(volume_id(path))
     if not found:
         raise InputError(f"{path}: it has no BIDS name, so its derivatives cannot have one; rename it like "

@@ -70,7 +70,8 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
 
     label: (D, H, W) or (H, W) integers on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed
     grid. fixed_affine: 4x4. labels: "smooth" (see `label_at`) or "nearest", the label of the nearest voxel.
-    Returns: (*fixed) of the label's dtype; 0 outside the moving volume.
+    Returns: (*fixed) of the label's dtype; 0 outside the moving volume. Raises InputError for other words, or if
+    label, field and affines do not fit together.
     """
     _require_fitting(label, affine, field, fixed_affine)
     if labels not in LABELS:

@@ -53,6 +53,7 @@ def find_checkpoint(path):
     A checkpoint must match its SHA-256 in the manifest, because torch reads flipped bits without an error; one copied
     out of its run, the checksums of its own zip archive. If the best checkpoint of a folder is damaged, the newest
     intact one is used, with a warning.
+    Returns: Path. Raises InputError for a damaged file and for a folder without an intact checkpoint.
     """
     if path == "universal":
         if not UNIVERSAL.is_file():

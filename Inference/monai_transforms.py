@@ -35,6 +35,7 @@ class RandDeformationd(Base):
 
     Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. The entries keep their
     types, dtypes and metadata. Each worker of a DataLoader draws different numbers.
+    Raises InputError for invalid modes, absent entries and entries on different grids.
     """
 
     def __init__(self, keys, mode="bilinear", prob=0.1, start=None, model=None, cfg=None, stride=STRIDE, field_key=None,
@@ -112,6 +113,8 @@ class Registerd:
 
     Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. Entries of keys keep type
     and dtype, and get the affine of the fixed volume. The same input gives the same output.
+    Raises InputError for invalid modes, absent entries, entries on a different grid from the moving volume, and
+    whatever `register` refuses.
     """
 
     def __init__(self, fixed_key, moving_key, keys=None, mode="bilinear", model=None, affine=True, refine=True,

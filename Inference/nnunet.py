@@ -36,7 +36,9 @@ FOLDS = 5
 def cases_of(name, items, dims):
     """The cases of a list of images, grouped by `group_channels` unless they already are.
 
-    Images X_0000 and X_0001 with a label each are two cases, and not two channels of one. name: of the data set.
+    Images X_0000 and X_0001 with a label each are two cases, and not two channels of one.
+    name: of the data set. Raises InputError for a name that nnU-Net would not find, a case without a label, and a
+    channel on another grid than the first one of its case.
     """
     if not NAME.fullmatch(name):
         raise InputError(f"--nnunet {name}: nnU-Net needs three digits in the name, such as Dataset501_Brains.")

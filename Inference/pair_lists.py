@@ -39,6 +39,7 @@ def read_pairs_to_register(path, key=None):
     Learn2Reg's entries have no labels. A volume then gets the first of these that exists: the label that the list
     "training" names for it, the label beside it, the file of the same name in a labelsTr or labelsTs beside the images.
     Returns: list of dict(name=str, fixed=Path, moving=Path and a Path for every other key of TO_REGISTER it has).
+    Raises InputError naming the file for a list that cannot be read, unknown keys and repeated names.
     """
     path = _list_of(Path(path))
     content = _read_list(path, (*TO_REGISTER, "name"))
@@ -78,6 +79,7 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     fixed: path. moving: volumes, or folders, lists and patterns of them (Dataloader/datalist.py).
     labels: of the moving volumes, one file for each in the same order; by default they are found by folder and name.
     fixed_label: path; None: found in the same way.
+    Raises InputError if there is no pair, or if the numbers of labels and moving volumes differ.
     """
     fixed, items = Path(fixed), []
     for source in moving:
@@ -125,6 +127,7 @@ def read_pairs_to_score(path):
     Returns: list of dict(name=str, and a Path for each key of TO_SCORE it has; for a registered pair "written", the
     folder and the `file_digests` of its field, "resample", whether its labels were resampled to its volumes, and
     "carried", how they were warped); the number of axes, None if the list does not say.
+    Raises InputError naming the file for a list that cannot be read and unknown keys.
     """
     path = Path(path)
     content = _read_list(path)

@@ -211,7 +211,10 @@ def register_pair(pair, folder, earlier):
 
 
 def read_own_label(pair, side, dims, args):
-    """The label map of one side of a pair, "fixed" or "moving", on the grid of its image; None if it has none."""
+    """The label map of one side of a pair, "fixed" or "moving", on the grid of its image; None if it has none.
+
+    Raises InputError if it lies on another grid without --resample-labels, or outside the image.
+    """
     if f"{side}_label" not in pair:
         return None
     path, image = pair[f"{side}_label"], pair[side]

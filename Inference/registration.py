@@ -222,6 +222,7 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     fixed, moving: paths. dims: axes of the volumes. options: those of `register`.
     Returns: what `register` does. If `initial` is a field, the result's field is the whole transform, and
     overlap_percent and matrix are between the fixed volume and the moving one warped by `initial`.
+    Raises InputError as `register` does, and for an inverse if `initial` is a field.
     """
     if initial is None:
         return register(fixed, moving, start=start, inverse=inverse, **options)
@@ -479,7 +480,10 @@ def _on_working_grid(image, affine, work_to_world, size):
 
 
 def start_matrix(start, shape, affine, moving_shape, moving_affine):
-    """T before any alignment, 4x4: `start` is "header", "centre" of the fields of view, or the matrix itself."""
+    """T before any alignment, 4x4: `start` is "header", "centre" of the fields of view, or the matrix itself.
+
+    Raises InputError for another start.
+    """
     if not isinstance(start, str):
         try:
             matrix = np.array(start, np.float64)
