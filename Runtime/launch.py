@@ -226,6 +226,8 @@ def join(ranks, device, cfg):
     ends a hang and names it. Raises InputError on every rank if two ranks share a device other than a CPU or if their
     devices are of two kinds: the backend would fail too, but with an obscure error or a hang.
     """
+    # Longer than the first deadline too: ranks that wait must not die before the one that hangs, and take its blame.
+    backend_timeout_s = max(cfg["run.backend_timeout_s"], cfg["run.deadline_first_s"] + 60)
     if ranks.world_size == 1:
         return
     ranks.generation += 1
@@ -238,8 +240,6 @@ def join(ranks, device, cfg):
         dist.set_debug_level(dist.DebugLevel.INFO)
     # One prefix per generation: otherwise it would read keys that an earlier one left in the store.
     store = dist.PrefixStore(f"generation{ranks.generation}", ranks.store)
-    # Longer than the first deadline too: ranks that wait must not die before the one that hangs, and take its blame.
-    backend_timeout_s = max(cfg["run.backend_timeout_s"], cfg["run.deadline_first_s"] + 60)
     dist.init_process_group(kind, store=store, rank=ranks.rank, world_size=ranks.world_size,
                             timeout=datetime.timedelta(seconds=backend_timeout_s))
     ranks.cpu = dist.new_group(backend="gloo",
