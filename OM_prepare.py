@@ -299,8 +299,7 @@ def run(args):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    args.out = args.config  # named if memory runs out
-    return run_program(run, args)
+    return run_program(run, args, args.config)
 
 
 if __name__ == "__main__":

@@ -130,16 +130,20 @@ def keep_freed_memory(keep=True):
         libc.mallopt(M_TRIM_THRESHOLD, -1 if keep else 2 ** 17)
 
 
-def run_program(run, args):
-    """Run a program: call run(args), where args.out says where its results go. Returns the exit code."""
+def run_program(run, args, out=None):
+    """Run a program: call run(args). out: where its results go, for the messages; None: args.out says it.
+
+    Returns the exit code.
+    """
     keep_freed_memory()
+    out = str(args.out if out is None else out)
     if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks must not end the program
         sys.stdout.reconfigure(errors="backslashreplace")
     # Read when numpy is imported, which is later. The threads of OpenBLAS wait for each other ten times longer than the
     # small matrices of scipy's optimiser take: half a second of a pair on two cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        code = attempt(args.out, run, args)
+        code = attempt(out, run, args)
         if not isinstance(code, str):
             return code
         print(f"error: {code}", file=sys.stderr)
@@ -147,8 +151,8 @@ def run_program(run, args):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tells of it when it ends
         return 128 + signal.SIGPIPE
     except OSError as error:
-        path = str(error.filename2 or error.filename or args.out)
-        out, where = os.path.abspath(str(args.out)), os.path.abspath(path)
+        path = str(error.filename2 or error.filename or out)
+        out, where = os.path.abspath(out), os.path.abspath(path)
         own = f"{where}{os.sep}".startswith(f"{out}{os.sep}") or f".{os.path.basename(out)}.tmp-" in where
         cannot = "results cannot be written there" if own else "it cannot be read or written"
         print(f"error: {path}: {error.strerror or error}; {cannot}.", file=sys.stderr)

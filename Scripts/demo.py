@@ -188,8 +188,7 @@ def run(args):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    args.out = FOLDER
-    return run_program(run, args)
+    return run_program(run, args, FOLDER)
 
 
 if __name__ == "__main__":
