@@ -6,6 +6,7 @@ import collections
 
 import numpy as np
 
+from Report.page import text_table
 from Supervisor.verdict import STARTING
 
 # The kind of time in the table for each phase of the log; any other phase belongs to a restart.
@@ -137,3 +138,8 @@ def causes_table(found):
             for cause, costs in causes.items()]
     header = ["how attempts ended", "times", "detection s", "restart s", "replayed s", "lost s"]
     return header, rows, [None, "d", ".1f", ".1f", ".1f", ".1f"]
+
+
+def tables(found):
+    """Both tables as text."""
+    return "\n\n".join([text_table(*kinds_table(found)), text_table(*causes_table(found))])

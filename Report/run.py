@@ -19,7 +19,7 @@ import numpy as np
 
 from Report import run_charts
 from Report.charts import grid, number, spark
-from Report.goodput import add_up, causes_table, goodput, is_refused_start, kinds_table
+from Report.goodput import add_up, causes_table, goodput, is_refused_start, kinds_table, tables
 from Report.page import cards_html, findings_html, table_html, text_table, write_page
 from Report.rules import find_all, host_of, own_seconds, size_text
 from Report.run_logs import read_json, read_launches, read_run, tail_of
@@ -334,7 +334,7 @@ def as_text(found):
     parts.append("\n".join(f"{each['rule'].upper()} (step {each['step']}): {each['sentence']}\n    what to do: "
                            f"{each['advice']}" for each in findings) or "no rule found a problem")
     parts.append(text_table(["loss", "first", "last", "", ""], curve_rows(found)))
-    parts += [text_table(*kinds_table(found)), text_table(*causes_table(found))]
+    parts.append(tables(found))
     ended = [(row["number"], row["steps"], row["cause"], row["rank"], row["host"], row["place"] * row["dead"],
               round(row["cost"], 1)) for row in attempt_rows(found)[-10:]]
     parts.append(text_table(["attempt", "steps", "ended by", "rank", "node", "in", "cost s"], ended))

@@ -20,8 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm  # noqa: E402
 
-from Report.goodput import add_up, causes_table, goodput, kinds_table  # noqa: E402
-from Report.page import text_table  # noqa: E402
+from Report.goodput import add_up, goodput, tables  # noqa: E402
 from Report.run_logs import read_run  # noqa: E402
 from Runtime.manifest import durable_step  # noqa: E402
 from Supervisor.attempts import read_lines  # noqa: E402
@@ -121,7 +120,7 @@ def main(argv=None):
         said = [end["sentence"] for end in found.values()] or ["no attempt has an end"]
         print(f"the disturbed run ended with {code}: {said[-1]}", file=sys.stderr)
     logs = read_run(run_of(chaos))
-    print(text_table(*kinds_table(logs)), text_table(*causes_table(logs)), sep="\n\n")
+    print(tables(logs))
     print(f"{len(killed)} ranks killed, {len(killed) - len(wrong)} of them named, {len(found)} attempts; weights "
           f"{'bitwise equal' if equal else 'DIFFERENT'} to those of the undisturbed run")
     print(json.dumps({"kills": len(killed), "named": len(killed) - len(wrong), "equal": equal,

@@ -19,8 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from Report.goodput import add_up, causes_table, goodput, kinds_table, lost_seconds  # noqa: E402
-from Report.page import text_table  # noqa: E402
+from Report.goodput import add_up, goodput, lost_seconds, tables  # noqa: E402
 from Report.run_logs import read_run  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Supervisor.attempts import read_lines  # noqa: E402
@@ -70,7 +69,7 @@ def main(argv=None):
     run = run_of(folder)
     found = read_run(run)
     kinds, causes = add_up(found)
-    print(text_table(*kinds_table(found)), text_table(*causes_table(found)), sep="\n\n")
+    print(tables(found))
     hangs = [end["sentence"] for end in ends(folder).values() if end["cause"] == "hang"]
     reached, lost = goodput(kinds), sum(map(lost_seconds, causes.values())) / args.epochs
     computed = RECORDED_S / (RECORDED_S + lost)  # if a recorded epoch lost as much time
