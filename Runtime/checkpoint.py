@@ -132,9 +132,10 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
     Raises InputError if there are checkpoints and none verifies: a run never silently starts over. Raises OSError if
     some could not be read, since they may be intact.
     """
+    files = _checkpoint_files(run)  # first: a run that is being trained names a file in the manifest before it appears
     manifest = patiently(lambda: _manifest(run, warn), patience_s, run / "manifest.json")
     entries = manifest["checkpoints"]
-    unlisted = [relative for relative in _checkpoint_files(run) if relative not in entries]
+    unlisted = [relative for relative in files if relative not in entries and (run / relative).exists()]
     for relative in unlisted:
         warn(f"{run / relative} is skipped: not in the manifest")
     doubtful = {relative: entry["doubtful"] for relative, entry in entries.items() if "doubtful" in entry}

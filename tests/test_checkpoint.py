@@ -685,3 +685,17 @@ def test_a_run_that_was_taken_over_writes_no_checkpoint(run):
         with pytest.raises(InputError, match=r"was taken over by process \d+ on .* since"):
             write()
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_that_appears_while_the_folder_is_read_is_none_yet(tmp_path, monkeypatch):
+    real = checkpoint._manifest
+
+    def then_a_save(run, warn):
+        manifest = real(run, warn)
+        monkeypatch.undo()
+        save_epochs(run, 1)
+        return manifest
+
+    monkeypatch.setattr(checkpoint, "_manifest", then_a_save)
+    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.newest(tmp_path) == name(1)
