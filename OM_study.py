@@ -54,6 +54,8 @@ def parse_arguments(argv=None):
                           "(that of the start volume)")
     template.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how much to restore of the edges "
                           "that averaging blurs; 0 for the plain mean (%(default)s)")
+    template.add_argument("--symmetric", action="store_true", help="count each subject also mirrored from left to "
+                          "right, so that the sides of the template are mirror images")
 
     jacobian = new_task(tasks, "jacobian", "map the change of volume from a template to its subjects, or between scans")
     jacobian.add_argument("--results", metavar="FOLDER", help="results of a template, or of OM_register.py with one "
@@ -83,6 +85,7 @@ def parse_arguments(argv=None):
     for task in (segment, template):
         task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
                           "deformation (%(default)s)")
+    for task in (segment, template, motion):
         task.add_argument("--bids", action="store_true", help="the results also under the names of BIDS derivatives, "
                           "in OUT/bids")
     for task in (segment, template, jacobian, motion):
@@ -135,8 +138,8 @@ def run(args):
     module = importlib.import_module(f"{home}Study.{file}")  # only now: importing torch takes seconds
     code = getattr(module, args.task)(args)
     if getattr(args, "bids", False):
-        print(f"BIDS derivatives: {importlib.import_module(f'{home}Inference.bids').write_bids(args.out).resolve()}",
-              file=sys.stderr)
+        folder = importlib.import_module(f"{home}Inference.bids").write_bids(args.out, getattr(args, "series", None))
+        print(f"BIDS derivatives: {folder.resolve()}", file=sys.stderr)
     return code
 
 

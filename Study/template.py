@@ -6,6 +6,9 @@ deformations, x -> exp(-mean log u)(exp(-mean log T) x) is applied before each o
 by the moved maps, is sharpened and becomes the next template (Avants et al., NeuroImage 2010, "The optimal template
 effect"; logarithms as in Arsigny et al., MICCAI 2006). The first half of the rounds uses a coarse grid. Later rounds do
 not find the fields again from scratch: each continues the previous round's fields at the finest resolution.
+
+With --symmetric every subject counts twice, as it is and mirrored from left to right. The template equals its mirror
+image, so the map to a mirrored subject is the mirrored map to the subject, and nothing is registered twice.
 """
 import functools
 import json
@@ -62,7 +65,7 @@ def template(args):
     if args.bids:
         require_own_names([{**entry_of(item), "fixed": TEMPLATE} for item in items])
     settings = {"program": "template", "rounds": args.rounds, "affine": args.affine, "similarity": args.similarity,
-                "spacing_mm": args.spacing, "sharpen": args.sharpen,
+                "spacing_mm": args.spacing, "sharpen": args.sharpen, "symmetric": args.symmetric,
                 "start": args.start and (digest(args.start) or args.start)}
     options = {"similarity": args.similarity, "device": pick_device(args.device).type}
     if args.start:
@@ -120,7 +123,9 @@ def build(items, options, settings, out, args):
     extent_mm = np.array(canonical.shape) * voxel_mm
     finest_mm = args.spacing or float(np.exp(np.log(voxel_mm).mean()))  # a cube as large as its voxels
     factors = [2 if number <= args.rounds // 2 else 1 for number in range(args.rounds + 1)]
-    image, affine = rescale(start.array, *intensity_range(start.array)), start.affine
+    image, affine = rescale(canonical, *intensity_range(canonical)), turned
+    if args.symmetric:
+        image = upright(image, affine, args.start or "the subject of median size", options["device"])
     for number, factor in enumerate(factors):
         where = out / f"round_{number}"
         where.mkdir(exist_ok=True)
@@ -141,13 +146,13 @@ def build(items, options, settings, out, args):
         if len(rows) < FEWEST:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
             raise InputError(f"{args.images[0]}: fewer than {FEWEST} subjects are left ({reasons}).")
-        middle = centre(rows, affine, exact=number == args.rounds)
+        middle = centre(rows, affine, number == args.rounds, args.symmetric)
         starts = {row["name"]: (np.array(row["matrix"]) @ middle["before"], row.get("smoothing"),
                                 row.get("compared_by", "correlation")) for row in rows}
         for row in rows:
             path, field = Path(row["folder"]) / FIELD, field_of(row, middle)
             write_file(path, lambda file, field=field: np.save(file, field))
-        plain, image = average_of(rows, affine, args.sharpen)
+        plain, image = average_of(rows, affine, args.sharpen, args.symmetric)
         history.append({"round": number, "spacing_mm": spacing_mm, "moved": middle["moved"],
                         "mean_left": middle["left"], "most_left": middle["most_left"],
                         "sharpness": sharpness(plain) / spacing_mm,
@@ -170,6 +175,29 @@ def middle_subject(items, left_out):
     if not sizes:
         raise InputError(f"{items[0]['image']}: no volume of the group can be read ({left_out[items[0]['id']]}).")
     return sorted(sizes)[len(sizes) // 2][2]
+
+
+def upright(image, affine, name, device):
+    """A volume turned and shifted so that its sides are mirror images in the middle plane of its grid: (*size).
+
+    With F the mirror of the grid and M the rigid map from the volume to its mirror image, x -> F M x exchanges the
+    sides of the volume; after half of M, F does. image: canonical, so that its first axis leads from left to right.
+    """
+    mirror = mirror_of(len(image), affine)
+    found = common.aligned((image, affine), (image, mirror @ affine), affine="rigid", refine=False, device=device)
+    if found.verdict == "failed":
+        raise InputError(f"{name}: --symmetric found no plane that divides it into a left and a right side "
+                         f"({found.reason}); choose another volume with --start.")
+    log = log_matrix(found.matrix)
+    half = linalg.expm((log - mirror @ log @ mirror) / 4)
+    return apply_field(image, half @ affine, np.zeros((image.ndim, *image.shape), np.float32), affine)
+
+
+def mirror_of(width, affine):
+    """The mirror in the middle plane across the first axis of a grid, which has so many voxels: 4x4 in the world."""
+    flip = np.diag([-1.0, 1, 1, 1])
+    flip[0, 3] = width - 1
+    return affine @ flip @ np.linalg.inv(affine)
 
 
 def onto_template(out, options, starts, before, pair, folder, earlier):
@@ -251,9 +279,10 @@ def log_matrix(matrix):
     return found.real if np.isrealobj(found) or np.abs(found.imag).max() < 1e-6 else np.zeros((4, 4))
 
 
-def centre(rows, affine, exact):
+def centre(rows, affine, exact, symmetric=False):
     """The middle of the subjects relative to the current template, whose grid has this affine.
 
+    symmetric: of the subjects and their mirror images.
     exact: use the mean of displacements, then the mean of logarithms, in passes until little of it is left; otherwise
     only the mean of displacements, which comes close and costs little. The mean is smoothed by a voxel, because the
     logarithm of a field that nearly folds is coarse.
@@ -265,14 +294,22 @@ def centre(rows, affine, exact):
     margin, dims = margin_for(rows), deformation_of(rows[0]).dim() - 2
     wide = affine.copy()
     wide[:3, 3] -= affine[:3, :dims] @ np.full(dims, margin)
-    before = linalg.expm(-np.mean([log_matrix(row["matrix"]) for row in rows], axis=0))
     size = deformation_of(rows[0], margin).shape[2:]
+    log = np.mean([log_matrix(row["matrix"]) for row in rows], axis=0)
+    if symmetric:
+        mirror = mirror_of(size[0], wide)
+        log = (log + mirror @ log @ mirror) / 2
+    before = linalg.expm(-log)
     way = then_affine(torch.zeros(1, dims, *size), in_voxels(before, wide))
     middle = {"margin": margin, "affine": wide, "before": before, "moved": None, "left": None, "most_left": None}
     inner = (..., *(slice(margin, -margin) for _ in size))
     for number in range(MOST_PASSES if exact else 1):
         logs = exact and number > 0  # the first pass goes most of the way without logarithms
         mean = sum(centred_deformation(row, {**middle, "way": way}, logs) for row in rows) / len(rows)
+        if symmetric:
+            other = mean.flip(2)
+            other[:, 0] *= -1
+            mean = (mean + other) / 2
         length = mean[inner].square().sum(1).sqrt()
         middle["moved"] = float(length.mean()) if number == 0 else middle["moved"]
         if logs:
@@ -308,10 +345,10 @@ def field_of(row, middle):
     return centred_field(row, middle)[inner].numpy()
 
 
-def average_of(rows, affine, amount):
+def average_of(rows, affine, amount, symmetric):
     """The mean of the subjects on the moved template, plain and sharpened, (*size) float32 in 0..1.
 
-    Each subject counts within its field of view. amount: of sharpening.
+    Each subject counts within its field of view. amount: of sharpening. symmetric: add their mirror images.
     """
     total = weight = 0
     for row in rows:
@@ -320,6 +357,8 @@ def average_of(rows, affine, amount):
         seen = apply_field(np.ones(image.shape, np.float32), own, field, affine, order=0)
         total = total + seen * apply_field(rescale(image, *intensity_range(image)), own, field, affine)
         weight = weight + seen
+    if symmetric:
+        total, weight = total + total[::-1], weight + weight[::-1]
     plain = (total / np.maximum(weight, 1)).astype(np.float32)
     edges = plain - ndimage.gaussian_filter(plain, SHARPEN_SIGMA)
     return plain, np.clip(plain + amount * edges, 0, 1).astype(np.float32)
@@ -430,5 +469,6 @@ def write_template_page(out, rows, failed, history, args):
                 ("Subjects", table_html(["subject", "verdict", *[word.replace("_percent", " %") for word in shown]],
                                         lines, "Click on a heading to sort.", [None, None, *[".3f"] * len(shown)])),
                 ("Subjects on the template", gallery_html(pictures))]
-    lead = f"Of {len(rows)} subjects, in {args.rounds} rounds, on {' x '.join(map(str, image.shape))} voxels."
+    mirrored = " and their mirror images" if args.symmetric else ""
+    lead = f"Of {len(rows)} subjects{mirrored}, in {args.rounds} rounds, on {' x '.join(map(str, image.shape))} voxels."
     return common.write_study_page(out / "template.html", "Template", lead, cards, rows, failed, sections)

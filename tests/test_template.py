@@ -13,6 +13,7 @@ from Dataloader.nifti import read_field, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.fields import exponential
 from Inference.labels import apply_field
+from Runtime.errors import InputError
 from Study.common import volumes_of
 from Study.template import (
     DEFORMATION,
@@ -25,6 +26,7 @@ from Study.template import (
     logarithm,
     middle_subject,
     sharpness,
+    upright,
     write_template_page,
 )
 from tests.test_nifti import tilted_affine
@@ -81,6 +83,45 @@ def test_the_middle_of_known_maps_is_found(tmp_path):
     assert np.abs(left[:3, :3]).max() < 1e-6 and np.abs(left[:3, 3]).max() < 0.05
 
 
+def test_the_middle_of_subjects_and_their_mirror_images_is_the_middle_of_both_groups(tmp_path):
+    """The mirrored maps are made by hand: x -> F T F x, in voxels x_0 -> n_0 - 1 - x_0 in place and in direction."""
+    fields = [exponential(smooth_velocity(seed, most=1.5)) for seed in (1, 2)]
+    turn = linalg.expm(np.array([[0, -0.1, 0.02, 1], [0.1, 0, 0.03, 2], [-0.02, -0.03, 0, -1], [0, 0, 0, 0]]))
+    matrices = [turn, np.diag([1.05, 1, 0.97, 1])]
+    flip = np.diag([-1.0, 1, 1, 1])
+    flip[0, 3] = 2 * (SIZE[0] - 1)  # the grid's voxels are 2 mm apart
+    others = [field.flip(2) * torch.tensor([-1.0, 1, 1]).view(1, 3, 1, 1, 1) for field in fields]
+    for name in ("half", "all"):
+        (tmp_path / name).mkdir()
+    half = centre(rows_of(tmp_path / "half", fields, matrices), AFFINE, True, symmetric=True)
+    whole = rows_of(tmp_path / "all", fields + others, matrices + [flip @ matrix @ flip for matrix in matrices])
+    whole = centre(whole, AFFINE, True)
+    np.testing.assert_allclose(half["before"], whole["before"], atol=1e-6)
+    np.testing.assert_allclose(half["way"], whole["way"], atol=0.02)
+    assert half["left"] < 0.02 and float(half["way"].abs().max()) > 1
+
+
+def test_a_symmetric_volume_is_turned_upright(tmp_path):
+    image = make_subject(0, (32, 30, 28))["image"]
+    image = (image + image[::-1]) / 2
+    affine = tilted_affine()
+    inner = np.pad(image, 6)
+    moved = linalg.expm(np.array([[0, -0.2, 0.1, 6], [0.2, 0, 0.05, -3], [-0.1, -0.05, 0, 4], [0, 0, 0, 0]]))
+    centre_at = affine.copy()
+    centre_at[:3, 3] += affine[:3, :3] @ ((np.array(inner.shape) - 1) / 2)
+    around = np.eye(4)
+    around[:3, 3] = centre_at[:3, 3]
+    askew = apply_field(inner, around @ moved @ np.linalg.inv(around) @ affine,
+                        np.zeros((3, *inner.shape), np.float32), affine)
+
+    def alike(volume):
+        return np.corrcoef(volume.ravel(), volume[::-1].ravel())[0, 1]
+
+    assert alike(askew) < 0.9 and alike(upright(askew, affine, "it", "cpu")) > 0.98
+    with pytest.raises(InputError, match="it: --symmetric found no plane"):
+        upright(np.random.default_rng(0).random((16, 16, 16), np.float32), affine, "it", "cpu")
+
+
 def test_sharpness_is_the_mean_gradient():
     ramp = np.broadcast_to(np.arange(10.0)[:, None, None] / 10, (10, 10, 10))
     assert sharpness(ramp) == pytest.approx(0.1)
@@ -128,7 +169,8 @@ def test_lesions_that_no_two_subjects_share_are_a_dice_of_0(tmp_path, lesion, or
     history = [{"round": 0, "spacing_mm": 1.0, "moved": 0.0, "mean_left": 0.0, "most_left": 0.0, "sharpness": 0.1,
                 "similarity": 0.9}]
     done, failed, history = finish(tmp_path, *three_at_the_end(tmp_path, lesion, organ), {}, history)
-    page = write_template_page(tmp_path, done, failed, history, argparse.Namespace(rounds=0)).read_text()
+    args = argparse.Namespace(rounds=0, symmetric=False)
+    page = write_template_page(tmp_path, done, failed, history, args).read_text()
     assert history[-1].get("dice_pairs") == pairs and ("similarity 0.90, Dice 0.500" in page) == bool(organ)
     for row in done:
         assert {label: found["dice"] for label, found in row["labels"].items()} == dices and row["verdict"] == "ok"
@@ -204,6 +246,16 @@ def test_the_template_lies_in_the_middle_and_is_sharper_than_the_mean(place):
     assert np.abs(np.mean(logs, axis=0)).max() < 0.02  # the mean map neither moves nor grows
     page = (place / "out/template.html").read_text()
     assert page.count('class="thumb"') == 3 + 3 + 1 and "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.slow
+def test_the_sides_of_a_symmetric_template_are_mirror_images(place):
+    assert run(place, "--symmetric", out="sides") == 0
+    image, _ = read_volume(place / "sides/template.nii.gz")
+    np.testing.assert_allclose(image, image[::-1], atol=1e-6)
+    history = [json.loads((place / name / "convergence.json").read_text())[-1] for name in ("out", "sides")]
+    assert history[1]["mean_left"] < 0.05 and history[1]["similarity"] > history[0]["similarity"] - 0.05
+    assert "and their mirror images" in (place / "sides/template.html").read_text()
 
 
 @pytest.mark.slow
