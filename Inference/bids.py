@@ -4,7 +4,8 @@
     bids/sub-01/ses-1/anat/sub-01_ses-1_space-F_dseg.nii.gz                      its label map
     bids/sub-01/ses-1/anat/sub-01_ses-1_from-T1w_to-F_mode-image_xfm.nii.gz      the field, also as .h5
 
-A segmentation stays on the grid of its volume and is named sub-01_ses-1_desc-omnimorph_dseg.nii.gz. Source:
+A segmentation stays on the grid of its volume and is named sub-01_ses-1_desc-omnimorph_dseg.nii.gz. An aligned series
+is sub-01_task-rest_desc-aligned_bold.nii.gz, its motion sub-01_task-rest_desc-motion_timeseries.tsv. Source:
 https://bids-specification.readthedocs.io, "Derivatives"; transforms as its proposal BEP014 and fMRIPrep name them.
 """
 import json
@@ -17,7 +18,7 @@ from Runtime.errors import InputError
 from Runtime.files import write_file
 
 NAME = re.compile(r"(sub-[A-Za-z0-9]+(?:_[A-Za-z]+-[A-Za-z0-9]+)*)_([A-Za-z0-9]+)")  # entities, suffix
-KINDS = ("anat", "func", "dwi", "fmap", "perf", "pet", "micr")  # folders of BIDS; anat if the source is elsewhere
+KINDS = ("anat", "func", "dwi", "fmap", "perf", "pet", "micr")  # folders of BIDS; anat or func elsewhere
 # {file of a pair: what its name ends in}; a name in braces is filled in.
 OF_A_PAIR = {"warped.nii.gz": "space-{space}_{suffix}.nii.gz", "warped_label.nii.gz": "space-{space}_dseg.nii.gz",
              "field.nii.gz": "from-{suffix}_to-{space}_mode-image_xfm.nii.gz",
@@ -26,6 +27,9 @@ OF_A_PAIR = {"warped.nii.gz": "space-{space}_{suffix}.nii.gz", "warped_label.nii
              "inverse_field.h5": "from-{space}_to-{suffix}_mode-image_xfm.h5",
              "affine.mat": "from-{suffix}_to-{space}_mode-image_desc-affine_xfm.mat"}
 OF_A_SEGMENTATION = {"label.nii.gz": "desc-omnimorph_dseg.nii.gz"}
+OF_A_SERIES = {"aligned.nii.gz": "desc-aligned_{suffix}.nii.gz", "motion.tsv": "desc-motion_timeseries.tsv",
+               "reference.nii.gz": "desc-reference_{suffix}ref.nii.gz"}
+SOURCES = {"image": OF_A_SEGMENTATION, "series": OF_A_SERIES, "moving": OF_A_PAIR}
 
 
 def split_name(path):
@@ -42,14 +46,20 @@ def split_name(path):
 
 def targets(row):
     """{name of a result: its path below bids/} for a row of results.json."""
-    source = Path(row["image"] if "image" in row else row["moving"])
+    key = key_of(row)
+    source = Path(row[key])
     entities, suffix = split_name(source)
     session = re.search(r"_(ses-[A-Za-z0-9]+)", entities)
-    kind = source.parent.name if source.parent.name in KINDS else "anat"
+    kind = source.parent.name if source.parent.name in KINDS else {"series": "func"}.get(key, "anat")
     folder = Path(entities.split("_")[0], session[1] if session else "", kind)
     space = re.sub(r"[^A-Za-z0-9]", "", volume_id(row["fixed"])) if "fixed" in row else ""
     return {name: folder / f"{entities}_{ending.format(space=space, suffix=suffix)}"
-            for name, ending in (OF_A_SEGMENTATION if "image" in row else OF_A_PAIR).items()}
+            for name, ending in SOURCES[key].items()}
+
+
+def key_of(row):
+    """The key of SOURCES under which a row has the volume that it is about."""
+    return next(key for key in SOURCES if key in row)
 
 
 def require_own_names(rows):
@@ -59,8 +69,7 @@ def require_own_names(rows):
     """
     taken = {}
     for row in rows:
-        written = ["label.nii.gz"] if "image" in row else ["warped.nii.gz"]
-        written += ["warped_label.nii.gz"] * ("moving_label" in row)
+        written = [next(iter(SOURCES[key_of(row)])), *["warped_label.nii.gz"] * ("moving_label" in row)]
         for name in [targets(row)[key].name for key in written]:
             if name in taken:
                 raise InputError(f"BIDS derivatives: {taken[name]} and {row['name']} would both be {name}; leave one "
@@ -73,10 +82,15 @@ def sidecar_of(target):
     return target.with_name(f"{target.name.split('.')[0]}.json")
 
 
-def write_bids(out):
-    """Copy the results of a folder to bids/, each with a sidecar that names its sources. Returns: Path of bids/."""
+def write_bids(out, series=None):
+    """Copy the results of a folder to bids/, each with a sidecar that names its sources. Returns: Path of bids/.
+
+    series: the path of the series, if the folder is of `motion`, whose rows are blocks of frames.
+    """
     out = Path(out)
-    rows = read_json(out / "results.json")["pairs"]
+    rows = [{"name": "series", "series": str(series), "folder": "."}]
+    if not series:
+        rows = read_json(out / "results.json")["pairs"]
     require_own_names(rows)
     about = {"Name": "OmniMorph", "BIDSVersion": "1.10.0", "DatasetType": "derivative",
              "GeneratedBy": [{"Name": "OmniMorph", "Version": __version__}]}
@@ -90,7 +104,7 @@ def write_bids(out):
             sidecar_of(target).unlink(missing_ok=True)
     for row, path, target in files:
         if path.is_file():
-            sources = [row["image"]] if "image" in row else [row["moving"], row["fixed"]]
+            sources = [row[key] for key in (*SOURCES, "fixed") if key in row]
             sidecar = {"Sources": sources, **({"SpatialReference": row["fixed"]} if "fixed" in row else {})}
             target.parent.mkdir(parents=True, exist_ok=True)
             write_file(target, path.read_bytes())

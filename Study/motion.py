@@ -13,6 +13,7 @@ import numpy as np
 from Dataloader.formats import is_itk
 from Dataloader.nifti import READ_ERRORS, checked_image, open_nifti, read_affine, read_numbers, write_volume
 from Diffusion.metrics import average
+from Inference.bids import split_name
 from Inference.results import do_all
 from Report.charts import grid, line_chart
 from Report.page import table_html
@@ -31,6 +32,8 @@ PARAMETERS = ("trans_x", "trans_y", "trans_z", "rot_x", "rot_y", "rot_z")
 
 def motion(args):
     """`omnimorph motion`; returns the exit code."""
+    if args.bids:
+        split_name(args.series)  # refuses a name without entities
     shape, affine = shape_of(args.series)
     count = shape[-1]
     if args.reference not in ("mean", "middle") and not (args.reference.isdecimal() and int(args.reference) < count):

@@ -57,6 +57,20 @@ def test_a_segmented_list(study):
                                    "sub-02/anat/sub-02_desc-omnimorph_dseg.nii.gz"]
 
 
+def test_an_aligned_series(study):
+    path, out = study / "sub-01_ses-1_task-rest_bold.nii.gz", study / "out"
+    frame = make_subject(0, (14, 16, 18))["image"]
+    write_volume(path, np.stack([frame] * 2, -1), np.eye(4))
+    assert OM_study.main(["motion", "--series", str(path), "--reference", "0", "--device", "cpu", "--bids", "--out",
+                          str(out)]) == 0
+    name = "sub-01/ses-1/func/sub-01_ses-1_task-rest_desc"
+    ends = "aligned_bold.nii.gz", "motion_timeseries.tsv", "reference_boldref.nii.gz"
+    assert files(out / "bids") == sorted(["dataset_description.json", *(f"{name}-{end}" for end in ends),
+                                          *(f"{name}-{end.split('.')[0]}.json" for end in ends)])
+    assert (out / f"bids/{name}-{ends[1]}").read_bytes() == (out / "motion.tsv").read_bytes()
+    assert json.loads((out / f"bids/{name}-motion_timeseries.json").read_text()) == {"Sources": [str(path)]}
+
+
 def test_names_that_are_no_bids_or_meet_are_refused_before_the_work(study, capsys):
     words = ["--moving", str(study / "F.nii.gz"), "--fixed", str(study / "study/sub-02/anat/sub-02_T1w.nii.gz"),
              "--also", "bids", "--out", str(study / "out")]
@@ -89,7 +103,7 @@ def test_two_scans_that_share_a_segmentation_are_refused_before_the_work(study, 
 
 
 @pytest.mark.parametrize("words", ["segment --atlases {0}/study --images {0}/F.nii.gz",
-                                   "template --images {0}/study {0}/F.nii.gz"])
+                                   "template --images {0}/study {0}/F.nii.gz", "motion --series {0}/F.nii.gz"])
 def test_studies_refuse_names_that_are_no_bids_before_the_work(study, words, capsys):
     assert OM_study.main([*words.format(study).split(), "--bids", "--out", str(study / "out")]) == 43
     assert "F.nii.gz: it has no BIDS name" in capsys.readouterr().err and not (study / "out").exists()
