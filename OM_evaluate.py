@@ -21,7 +21,8 @@ import numpy as np
 from tqdm import tqdm
 
 from Dataloader.grids import require_same_grid
-from Dataloader.nifti import read_field, read_label, read_points
+from Dataloader.nifti import read_field, read_label
+from Dataloader.points import read_points
 from Diffusion.metrics import spread
 from Inference.choices import LABELS
 from Inference.labels import apply_label

@@ -48,8 +48,8 @@ def parse_arguments(argv=None):
                         "that was trained with several")
     parser.add_argument("--moving-channels", nargs="+", default=[], metavar="FILE",
                         help="further channels of the moving volume, in the same order; they are warped too")
-    parser.add_argument("--points", help="CSV of landmarks of the fixed volume (x,y,z in mm, RAS) to transform into "
-                        "the moving volume")
+    parser.add_argument("--points", help="landmarks of the fixed volume to transform into the moving volume: a "
+                        "table (x,y,z in mm, RAS), .fcsv, .mrk.json or .vtk")
     parser.add_argument("--moving-points", help="the same landmarks in the moving volume, to score the registration")
     parser.add_argument("--pairs", metavar="LIST", help=".csv table or .json list with fixed, moving, fixed_label, "
                         "moving_label, fixed_mask, moving_mask, fixed_channel_2, ..., points, name, or a Learn2Reg "

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import gzip
 import math
-import re
 import zlib
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from scipy import ndimage
 
 from Dataloader import formats
 from Dataloader.grids import corners, slabs
-from Runtime.config import plain_number
 from Runtime.errors import InputError
 from Runtime.files import require_file, write_file
 
@@ -613,69 +611,3 @@ def fitted_affine(field):
     mean = np.mean(field, axis=tuple(range(1, dims + 1)), dtype=np.float64)
     matrix[:dims, 3] = mean - (matrix[:dims, :dims] - np.eye(dims)) @ middle
     return matrix
-
-
-def read_points(path):
-    """Read landmarks from a table: x, y, z in millimetres, RAS, in each row.
-
-    A header row names the columns x, y and z in any order, beside others such as an id; without a header there are
-    three columns. Commas, semicolons, tabs or blanks separate them; decimal commas are read too, unless commas separate
-    the columns. The text is UTF-8, UTF-16 or Latin-1.
-    Returns: (P, 3) float64. Raises InputError if the file is missing or a row lacks these numbers.
-    """
-    path = Path(path)
-    require_file(path)
-    lines = [line for line in _text(path.read_bytes()).splitlines() if line.strip()]
-    rows = [_cells(line) for line in lines]
-    columns, first = (0, 1, 2), 0
-    if rows and None in map(_number, rows[0]):
-        # Names may have blanks: the header's separator decides.
-        separator = next((each for each in "\t;," if each in lines[0]), None)
-        rows = [[cell.strip() for cell in line.split(separator)] if separator and separator in line else _cells(line)
-                for line in lines]
-        names = [re.sub(r"[\W_]*mm\W*$", "", cell.strip("\"' ").lower()) for cell in rows[0]]
-        if sorted(name for name in names if name in ("x", "y", "z")) != ["x", "y", "z"]:
-            raise InputError(f"{path}: its header {', '.join(rows[0])} does not name the columns x, y and z; correct "
-                             "it, or leave it out.")
-        columns, first = tuple(names.index(axis) for axis in "xyz"), 1
-    points_mm, wanted = [], len(rows[0]) if first else 3
-    for number, row in enumerate(rows[first:], first + 1):
-        point_mm = [_number(row[column]) for column in columns] if len(row) == wanted else [None]
-        if None in point_mm:
-            advice = "" if first or len(row) < 4 else "; a header row must name the columns x, y and z"
-            raise InputError(f"{path} row {number}: {', '.join(row)} is not x, y, z in millimetres{advice}.")
-        points_mm.append(point_mm)
-    if not points_mm:
-        raise InputError(f"{path}: the file has no landmarks; write x,y,z in millimetres in each row.")
-    return np.array(points_mm)
-
-
-def _text(content):
-    """The text of a file in UTF-8, UTF-16 (with a byte order mark, or mostly ASCII) or Latin-1."""
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return content.decode("utf-16", errors="replace")
-    if b"\0" in content[:4]:
-        return content.decode("utf-16-be" if content[:1] == b"\0" else "utf-16-le", errors="replace")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return content.decode("latin-1")
-
-
-def _cells(line):
-    """The cells of a row, split at its own separator: tabs, semicolons, commas or blanks."""
-    line = line.strip()
-    if "\t" in line or ";" in line:
-        return [cell.strip() for cell in line.split("\t" if "\t" in line else ";")]
-    if "," in line and (" " not in line or ", " in line or " ," in line):  # else it is a decimal comma
-        return [cell.strip() for cell in line.split(",")]
-    return line.split()
-
-
-def _number(cell):
-    """The finite number in a cell, with a decimal point or comma, or None."""
-    try:
-        number = plain_number(cell.replace(",", "."))
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None

@@ -10,6 +10,7 @@ import torch
 from Dataloader.datalist import volume_id
 from Dataloader.grids import same_grid, slabs
 from Dataloader.nifti import read_header, read_raw_header, stored_type, write_field, write_field_learn2reg, write_volume
+from Dataloader.points import write_points
 from Dataloader.transforms import write_field_h5, write_matrix
 from Diffusion.fields import jacobian_determinant
 from Inference.labels import apply_label
@@ -150,7 +151,7 @@ def write_pair(folder, pair, result, warped_label, points_mm, disp, also):
     if "mat" in also:
         write_matrix(folder / "affine.mat", result.matrix)
     if points_mm is not None:
-        write_points(folder / "points.csv", points_mm, result.field, affine)
+        write_points(folder, pair["points"], moved_points(points_mm, result.field, affine))
 
 
 def determinants(field):
@@ -187,12 +188,6 @@ def write_moved(path, array, source, affine, header, kinds="iuf"):
             array = np.clip(np.rint(array.astype(np.float64)), limits.min, limits.max)
         array = array.astype(dtype)
     write_volume(path, array, affine, header)
-
-
-def write_points(path, points_mm, field, affine):
-    """Write landmarks of the fixed volume, moved into the moving one, as a CSV table x,y,z; see `moved_points`."""
-    lines = ["{:.6f},{:.6f},{:.6f}\n".format(*point) for point in moved_points(points_mm, field, affine)]
-    write_file(path, "x,y,z\n" + "".join(lines))
 
 
 def grid_header(header):

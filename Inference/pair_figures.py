@@ -6,6 +6,7 @@ import nibabel
 import numpy as np
 import torch
 
+from Dataloader import points
 from Dataloader.grids import thinning
 from Dataloader.nifti import read_field, read_label, read_volume
 from Dataloader.volume import Volume
@@ -24,7 +25,8 @@ WORDS_OF_FILES = {"warped.nii.gz": "the moving volume on the fixed grid", "warpe
                   "field.nii.gz": "the deformation in mm, for ITK, ANTs, Slicer and --apply",
                   "inverse_field.nii.gz": "its inverse, on the moving grid",
                   "jacobian.nii.gz": "the change of volume in each voxel; the field folds where it is 0 or less",
-                  "points.csv": "the landmarks in the moving volume", "picture.png": "the picture of this page",
+                  **dict.fromkeys(points.WRITTEN, "the landmarks in the moving volume"),
+                  "picture.png": "the picture of this page",
                   "segmented_fixed.nii.gz": "the network's segmentation of the fixed volume",
                   "segmented_moving.nii.gz": "the network's segmentation of the moving volume",
                   "results.json": "all scores and settings", "results.csv": "the scores as a table, label by label"}

@@ -23,9 +23,9 @@ from Dataloader.nifti import (
     read_header,
     read_label,
     read_numbers,
-    read_points,
     read_raw_header,
 )
+from Dataloader.points import point_files, read_points, write_points
 from Dataloader.transforms import read_any_field
 from Dataloader.volume import dims_of, shape_of
 from Diffusion.metrics import folding_percent
@@ -33,12 +33,12 @@ from Inference.bids import require_own_names, write_bids
 from Inference.choices import is_list
 from Inference.labels import apply_field, apply_label, carry
 from Inference.load_model import DEFAULTS, load_model
-from Inference.outputs import disp_name, make_folder, require_own_disps, write_points, write_row, write_warped
+from Inference.outputs import disp_name, make_folder, require_own_disps, write_row, write_warped
 from Inference.pair_figures import means, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, pairs_onto, read_pairs_to_register
 from Inference.registration import memory_needed, overlap_percent, register_from
 from Inference.results import PARTS, do_all, listed_files, parts_of, require_apart, require_own, write_results
-from Inference.scores import point_scores
+from Inference.scores import moved_points, point_scores
 from Inference.verdict import judge_list
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
@@ -252,7 +252,7 @@ def apply_saved(args):
                 print(f"warning: {doubt}", file=sys.stderr)
             name = f"{word}_{volume_id(Path(path))}" if len(paths) > 1 else word
             moved.append((out / f"{name}.nii.gz", path, *read(path, dims), mode))
-    targets = [target for target, *_ in moved] + [out / "points.csv"] * bool(args.points)
+    targets = [target for target, *_ in moved] + (point_files(out, args.points) if args.points else [])
     if twice := next((target.name for target in targets if targets.count(target) > 1), None):
         raise InputError(f"{twice}: two of the files would get this name; apply the field to one at a time, each with "
                          "an --out of its own.")
@@ -269,7 +269,7 @@ def apply_saved(args):
         for target, path, array, own_affine, mode in moved:
             write_warped(target, carry(array, own_affine, field, affine, mode), path, affine, header)
         if points_mm is not None:
-            write_points(out / "points.csv", points_mm, field, affine)
+            write_points(out, args.points, moved_points(points_mm, field, affine))
     print(json.dumps({"images": len(args.moving), "labels": len(args.moving_label),
                       "points": 0 if points_mm is None else len(points_mm), "out": str(out)}))
     return DONE

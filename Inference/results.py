@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from Dataloader import points
 from Dataloader.datalist import MOST_CHANNELS
 from Dataloader.formats import digest
 from Inference.pair_figures import PAIR_PAGE, means
@@ -27,13 +28,13 @@ from Runtime.files import csv_text, remove_leftovers, sha256, write_file
 from Runtime.workers import run_tasks
 
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
-           "segmented_fixed.nii.gz", "segmented_moving.nii.gz", "points.csv", "picture.png", PAIR_PAGE, "field.h5",
-           "inverse_field.h5", "affine.mat",
+           "segmented_fixed.nii.gz", "segmented_moving.nii.gz", "picture.png", PAIR_PAGE, "field.h5",
+           "inverse_field.h5", "affine.mat", *points.WRITTEN,
            *(f"{name}.{suffix}" for name in ("warped", "warped_label") for suffix in ("nrrd", "mha", "mgz")),
            *(f"warped_channel_{number}.nii.gz" for number in range(2, MOST_CHANNELS + 1)))  # of a pair, in its folder
 # Names in the folder of results that no input file may have, whatever outputs are requested.
 RESERVED = (r"(warped.*|field|inverse_field|jacobian|segmented_fixed|segmented_moving)\.(nii|nii\.gz|nrrd|mha|mgz|h5)$"
-            r"|points\.csv$|affine\.mat$")
+            r"|points\.(csv|fcsv|mrk\.json|vtk)$|affine\.mat$")
 PARTS = "parts"  # folder of the results of parts of a list
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 

@@ -1,6 +1,4 @@
 """Fields as files: what is written moves other people's images as it moves ours."""
-import re
-
 import nibabel
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ import torch
 from Dataloader.nifti import (
     move_points,
     read_field,
-    read_points,
     write_field,
     write_field_learn2reg,
     write_volume,
@@ -139,32 +136,6 @@ def test_points_outside_the_grid_follow_the_affine_part_of_the_field(affine):
     np.testing.assert_allclose(moved[0], [*(turned[:2, :2] @ [60, 10] + [2.0, -1]), 4])
 
 
-@pytest.mark.parametrize("text, encoding", [
-    ("x;y;z\n10,5;12,25;-3,5\n1;2;3\n", "utf-8"), ("10.5,12.25,-3.5\n1,2,3\n", "utf-8"),
-    ("id,x,y,z\n7,10.5,12.25,-3.5\n8,1,2,3\n", "utf-8"), ("z,y,x\n-3.5,12.25,10.5\n3,2,1\n", "utf-8"),
-    ("label;X (mm);Y_mm;z\nnose;10,5;12,25;-3,5\nbrücke;1;2;3\n", "latin-1"), ("10,5 12,25 -3,5\n1 2 3\n", "utf-8"),
-    ("\ufeffx,y,z\n10.5,12.25,-3.5\n\n1;2;3\n", "utf-8"),
-    ("x\ty\tz\n10,5\t12,25\t-3,5\n1\t2\t3\n", "utf-16"), ("10.5, 12.25, -3.5\n1, 2, 3\n", "utf-16-le")])
-def test_landmarks_as_people_have_them(tmp_path, text, encoding):
-    path = tmp_path / "points.csv"
-    path.write_bytes(text.encode(encoding))
-    assert read_points(path).tolist() == [[10.5, 12.25, -3.5], [1, 2, 3]]
-
-
-@pytest.mark.parametrize("text, words", [
-    ("1,10.5,12.25,-3.5\n", "row 1: 1, 10.5, 12.25, -3.5 is not x, y, z in millimetres; a header row must name"),
-    ("a,b,c\n1,2,3\n", "header a, b, c does not name the columns x, y and z"),
-    ("1,2,3\n1_000,2,3\n", "row 2: 1_000, 2, 3 is not x, y, z"),
-    ("x,y,z\n1,2,3\n1,2\n", "row 3: 1, 2 is not x, y, z"), ("10,5,12,25,-3,5\n", "row 1: 10, 5, 12, 25, -3, 5"),
-    ("1,2\n", "row 1: 1, 2 is not x, y, z"), ("1,2,3\n4,a,6\n", "row 2: 4, a, 6 is not"),
-    ("x,y,z\n1,nan,3\n", "row 2"), ("", "no landmarks"), ("x,y,z\n", "no landmarks")])
-def test_landmarks_that_can_be_read_in_two_ways_are_refused(tmp_path, text, words):
-    path = tmp_path / "points.csv"
-    path.write_text(text)
-    with pytest.raises(InputError, match=re.escape(words)):
-        read_points(path)
-
-
 @pytest.mark.parametrize("kind, words", [
     ("fnirt", "a field of FSL .intent 2006."), ("y_", "a deformation of SPM, which stores positions"),
     ("Mapping", "a deformation of SPM"), ("NREG_TRANS", "a transformation of NiftyReg"),
@@ -223,12 +194,3 @@ def test_itk_moves_an_image_of_other_units_by_our_field(tmp_path, unit, mm):
     inside = warp(torch.ones(1, 1, *shape), torch.from_numpy(field)[None])[0, 0].numpy() > 0.999
     assert inside.mean() > 0.1 and np.abs(ours - theirs)[inside].max() < 1e-3 * image.max()
     assert np.abs(image - theirs)[inside].max() > 0.02 * image.max(), "the displacement matters"
-
-
-def test_a_table_of_points_may_have_blanks_in_its_cells(tmp_path):
-    for content in ("x,y,z,name\n1,2,3,left hip\n4,5,6,right, no\n", "Z (mm),X (mm),Y (mm)\n3,1,2\n6,4,5\n",
-                    "name;x;y;z\nleft hip;1;2;3\na b;4,0;5;6\n",
-                    "1 ,2 ,3\n4 ,5 ,6\n"):
-        path = tmp_path / "p.csv"
-        path.write_text(content.replace("right, no", "right"))
-        assert read_points(path).tolist() == [[1, 2, 3], [4, 5, 6]]

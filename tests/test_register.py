@@ -16,7 +16,8 @@ import torch
 
 import OM_evaluate
 import OM_register
-from Dataloader.nifti import move_points, read_field, read_points, read_volume, write_volume
+from Dataloader.nifti import move_points, read_field, read_volume, write_volume
+from Dataloader.points import read_points
 from Dataloader.synthetic import make_subject
 from Diffusion.networks import build_network
 from Inference import outputs

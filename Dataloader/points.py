@@ -1,0 +1,208 @@
+"""Landmarks: tables, Slicer's .fcsv and .mrk.json, and legacy .vtk files. Here they are in mm, RAS.
+
+A table is RAS. The other formats say which they are: .fcsv is RAS and the others are LPS unless they do. Sources:
+https://slicer.readthedocs.io, "Markups"; https://docs.vtk.org, "VTK File Formats".
+"""
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+
+from Dataloader.nifti import LPS, ends_in
+from Runtime.config import plain_number
+from Runtime.errors import InputError
+from Runtime.files import require_file, write_file
+
+MESHES = (".vtp", ".vtu", ".ply", ".stl", ".obj")  # not read
+SPACE = re.compile(rb"SPACE(?:=|\s+1\s+1\s+string\s.?)(RAS|LPS)")  # a title or field data of Slicer's .vtk files
+SIGNS = {"RAS": 1.0, "0": 1.0, "LPS": LPS, "1": LPS}
+
+
+def read_points(path):
+    """Read landmarks from a table, or from a .fcsv, .mrk.json or legacy .vtk file.
+
+    Returns: (P, 3) float64 in mm, RAS. Raises InputError if the file is missing or an entry lacks its numbers.
+    """
+    points_mm, _ = _parsed(path)
+    if not len(points_mm):
+        raise InputError(f"{path}: the file has no landmarks; write x,y,z in millimetres in each row.")
+    return points_mm
+
+
+def write_points(folder, source, points_mm):
+    """Write landmarks to `point_files`: as a table x,y,z in mm, RAS, and into a copy of a source of another format.
+
+    source: where they were read. points_mm: (P, 3) RAS, in that order.
+    """
+    table, *copies = point_files(folder, source)
+    write_file(table, "x,y,z\n" + "".join("{:.6f},{:.6f},{:.6f}\n".format(*point) for point in points_mm))
+    for copy in copies:
+        write_file(copy, _parsed(source)[1](np.asarray(points_mm)))
+
+
+def point_files(folder, source):
+    """The Paths that `write_points` writes."""
+    return [folder / "points.csv", *(folder / f"points{suffix}" for suffix in FORMATS if ends_in(source, suffix))]
+
+
+def _parsed(path):
+    """The points of a file, (P, 3) in mm, RAS, and a function of others that gives a copy of the file with them as
+    bytes; None for a table."""
+    path = Path(path)
+    require_file(path)
+    if ends_in(path, MESHES):
+        raise InputError(f"{path}: landmarks are read from tables, .fcsv, .mrk.json and legacy .vtk files; save them "
+                         "as one of these.")
+    content = path.read_bytes()
+    for suffix, parse in FORMATS.items():
+        if ends_in(path, suffix):
+            return parse(path, content)
+    return _table(path, _text(content))
+
+
+def _fcsv(path, content):
+    """Slicer's old list of control points: comment lines with the coordinate system and the columns, then a table."""
+    lines = _text(content).splitlines()
+    heads = dict(re.findall(r"^#\s*(\w+)\s*=\s*(.*?)\s*$", "\n".join(lines), re.M))
+    columns = [name.strip().lower() for name in heads.get("columns", "id,x,y,z").split(",")]
+    sign = SIGNS.get(heads.get("CoordinateSystem", "RAS").upper())
+    if sign is None or not {"x", "y", "z"} <= set(columns):
+        raise InputError(f"{path}: its header names no columns x, y and z, or another coordinate system than RAS and "
+                         "LPS; export the points from Slicer again.")
+    places, rows = [columns.index(axis) for axis in "xyz"], {}
+    for number, line in enumerate(lines):
+        if line.strip() and not line.startswith("#"):
+            cells = line.split(",")
+            rows[number] = [_number(cells[place]) if place < len(cells) else None for place in places]
+            if None in rows[number]:
+                raise InputError(f"{path} line {number + 1}: {line} has no x, y, z in millimetres.")
+
+    def copy(points_mm):
+        changed = list(lines)
+        for number, point in zip(rows, points_mm * sign):
+            cells = changed[number].split(",")
+            for place, value in zip(places, point):
+                cells[place] = f"{value:.6f}"
+            changed[number] = ",".join(cells)
+        return ("\n".join(changed) + "\n").encode()
+
+    return np.array([*rows.values()]).reshape(-1, 3) * sign, copy
+
+
+def _markups(path, content):
+    """Slicer's .mrk.json: lists of control points, each with its own coordinate system."""
+    found = []  # (control point, its signs)
+    try:
+        markups = json.loads(_text(content))
+        for each in markups["markups"]:
+            sign = SIGNS[each.get("coordinateSystem", "LPS")]
+            found += [(point, sign) for point in each["controlPoints"]]
+        points_mm = np.array([np.array(point["position"], float) * sign for point, sign in found]).reshape(-1, 3)
+        whole = np.isfinite(points_mm).all()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise InputError(f"{path}: not a list of Slicer's control points that all have a position; export it again.")
+
+    def copy(points_mm):
+        for (point, sign), place in zip(found, points_mm):
+            point["position"] = (place * sign).tolist()
+        return json.dumps(markups, indent=1).encode()
+
+    return points_mm, copy
+
+
+def _vtk(path, content):
+    """A legacy .vtk file, ASCII or binary: its POINTS, whatever else it holds."""
+    head = content.split(b"\n", 3)
+    start = re.search(rb"^POINTS\s+(\d+)\s+(float|double)[ \t]*\r?\n", content, re.M)
+    if not content.startswith(b"# vtk DataFile") or len(head) < 4 or not start:
+        raise InputError(f"{path}: not a legacy .vtk file with POINTS of float or double; save it as one.")
+    count, kind, binary = 3 * int(start[1]), start[2].decode(), head[2].strip().upper() == b"BINARY"
+    space = SPACE.search(content)
+    sign = SIGNS[space[1].decode() if space else "LPS"]
+    dtype = np.dtype({"float": ">f4", "double": ">f8"}[kind])
+    if binary:
+        end = start.end() + count * dtype.itemsize
+        numbers = np.frombuffer(content[start.end():end], dtype) if end <= len(content) else np.zeros(0)
+    else:
+        words = list(itertools.islice(re.finditer(rb"\S+", content[start.end():]), count))
+        numbers = np.array([_number(word[0].decode("latin-1")) for word in words], np.float64)
+        end = start.end() + (words[-1].end() if words else 0)
+    if len(numbers) < count or not np.isfinite(numbers).all():
+        raise InputError(f"{path}: it has fewer points than its header says, or they are not numbers; write it again.")
+
+    def copy(points_mm):
+        values = points_mm * sign
+        rows = "\n".join(" ".join(f"{value:.9g}" for value in point) for point in values)
+        return content[:start.end()] + (values.astype(dtype).tobytes() if binary else rows.encode()) + content[end:]
+
+    return numbers.astype(np.float64).reshape(-1, 3) * sign, copy
+
+
+def _table(path, text):
+    """x, y, z in each row.
+
+    A header row names the columns x, y and z in any order, beside others such as an id; without a header there are
+    three columns. Commas, semicolons, tabs or blanks separate them; decimal commas are read too, unless commas separate
+    the columns. The text is UTF-8, UTF-16 or Latin-1.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    rows = [_cells(line) for line in lines]
+    columns, first = (0, 1, 2), 0
+    if rows and None in map(_number, rows[0]):
+        # Names may have blanks: the header's separator decides.
+        separator = next((each for each in "\t;," if each in lines[0]), None)
+        rows = [[cell.strip() for cell in line.split(separator)] if separator and separator in line else _cells(line)
+                for line in lines]
+        names = [re.sub(r"[\W_]*mm\W*$", "", cell.strip("\"' ").lower()) for cell in rows[0]]
+        if sorted(name for name in names if name in ("x", "y", "z")) != ["x", "y", "z"]:
+            raise InputError(f"{path}: its header {', '.join(rows[0])} does not name the columns x, y and z; correct "
+                             "it, or leave it out.")
+        columns, first = tuple(names.index(axis) for axis in "xyz"), 1
+    points_mm, wanted = [], len(rows[0]) if first else 3
+    for number, row in enumerate(rows[first:], first + 1):
+        point_mm = [_number(row[column]) for column in columns] if len(row) == wanted else [None]
+        if None in point_mm:
+            advice = "" if first or len(row) < 4 else "; a header row must name the columns x, y and z"
+            raise InputError(f"{path} row {number}: {', '.join(row)} is not x, y, z in millimetres{advice}.")
+        points_mm.append(point_mm)
+    return np.array(points_mm), None
+
+
+def _text(content):
+    """The text of a file in UTF-8, UTF-16 (with a byte order mark, or mostly ASCII) or Latin-1."""
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return content.decode("utf-16", errors="replace")
+    if b"\0" in content[:4]:
+        return content.decode("utf-16-be" if content[:1] == b"\0" else "utf-16-le", errors="replace")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
+def _cells(line):
+    """The cells of a row, split at its own separator: tabs, semicolons, commas or blanks."""
+    line = line.strip()
+    if "\t" in line or ";" in line:
+        return [cell.strip() for cell in line.split("\t" if "\t" in line else ";")]
+    if "," in line and (" " not in line or ", " in line or " ," in line):  # else it is a decimal comma
+        return [cell.strip() for cell in line.split(",")]
+    return line.split()
+
+
+def _number(cell):
+    """The finite number in a cell, with a decimal point or comma, or None."""
+    try:
+        number = plain_number(cell.replace(",", "."))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+FORMATS = {".fcsv": _fcsv, ".mrk.json": _markups, ".vtk": _vtk}
+WRITTEN = ("points.csv", *(f"points{suffix}" for suffix in FORMATS))  # see `point_files`
