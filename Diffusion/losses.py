@@ -225,7 +225,7 @@ def window_statistics(target, window, weight=None):
     return count, mean, variance, counted if weight is None else counted * weight
 
 
-def correlation_slope(image, target, statistics, window=9, squared=True, weight=None):
+def correlation_slope(image, target, statistics, window=9, squared=True, weight=None, mean_of_all=True):
     """How `local_correlation` grows with the image's value at each voxel, by the window around that voxel alone.
 
     The derivative of the mean over all windows sums what the voxel does to each window that it lies in. These differ
@@ -233,7 +233,8 @@ def correlation_slope(image, target, statistics, window=9, squared=True, weight=
     time, and the resulting fields are no worse.
 
     image, target: (B, C, *spatial) float32. statistics: `window_statistics` of the target, under the same weight.
-    Returns: (B, C, *spatial).
+    mean_of_all: False for the sum over the windows instead of their mean, which can be compared between parts of an
+    image. Returns: (B, C, *spatial).
     """
     count, target_mean, target_variance, counted = statistics
     seen = image if weight is None else weight * image
@@ -244,7 +245,9 @@ def correlation_slope(image, target, statistics, window=9, squared=True, weight=
     covariance.addcmul_(mean, target_mean, value=-1.0)
     variances = variance.mul_(target_variance).add_(FLAT ** 2)
     by_covariance = (covariance / variances).mul_(2.0) if squared else variances.rsqrt()
-    by_covariance.mul_(counted).div_(counted.sum().clamp(min=1.0))
+    by_covariance.mul_(counted)
+    if mean_of_all:
+        by_covariance.div_(counted.sum().clamp(min=1.0))
     by_image = covariance.div_(variances).mul_(target_variance).mul_(mean.neg_().add_(image))
     return (target - target_mean).sub_(by_image).mul_(by_covariance)
 

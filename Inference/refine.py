@@ -26,7 +26,8 @@ import math
 import torch
 from tqdm import tqdm
 
-from Diffusion.device_ops import product_along
+from Dataloader.grids import slabs
+from Diffusion.device_ops import interpolation_matrix, product_along
 from Diffusion.fields import compose, interpolate, masked, resize_field, side_lengths, warp
 from Diffusion.losses import (
     conditional_means,
@@ -180,13 +181,18 @@ def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
         to_control = [onto_control_grid(n, c, cfg["refine.smooth"] * r, device)
                       for n, c, r in zip(size, control, ratio)]
         spread = [gaussian(c, weight ** 0.5 * r, device) for c, r in zip(control, ratio)]
+        parts = slabs(size)
         statistics = None
-        if small["moving_mask"] is None and cfg["registration.similarity"] not in OF_TWO_MODALITIES:
+        if len(parts) == 1 and small["moving_mask"] is None and cfg["registration.similarity"] not in OF_TWO_MODALITIES:
             statistics = window_statistics(small["fixed"][:, :small["compared"]], cfg["refine.window"],
                                            small["fixed_mask"])
         for _ in range(count):
-            warped, counted = warp_pair(small, resize_field(field, size))
-            step = along_axes(force(warped, counted, small, statistics, cfg), to_control)
+            if len(parts) == 1:
+                warped, counted = warp_pair(small, resize_field(field, size))
+                step = along_axes(force(warped, counted, small, statistics, cfg), to_control)
+            else:
+                step = sum(along_axes(force_in_slab(small, field, slab, cfg), [to_control[0][:, slab], *to_control[1:]])
+                           for slab in parts)
             longest = step.square().sum(1).max().sqrt().clamp(min=1e-20)
             step = step * (side_lengths(ratio, device) * (cfg["refine.step"] / longest))
             field = along_axes(compose(first=field, then=step), spread)
@@ -236,10 +242,31 @@ def edges(image, mask=None):
     return length / length.amax(tuple(range(2, image.dim())), keepdim=True).clamp(min=1e-12)
 
 
-def force(warped, weight, pair, statistics, cfg):
+def force_in_slab(pair, field, slab, cfg):
+    """The `force` in a slab of the first axis, (1, N, *slab), times the number of windows, which differs by slab.
+
+    pair: from `pair_at_level`, without structures. field: (1, N, *control) in voxels of its grid.
+    """
+    size, control = pair["fixed"].shape[2:], field.shape[2:]
+    beside = cfg["refine.window"] // 2 + 1  # planes that a window and a difference need beside the slab
+    first = max(slab.start - beside, 0)
+    wide, within = slice(first, slab.stop + beside), slice(slab.start - first, slab.stop - first)
+    part = {**pair, "fixed": pair["fixed"][:, :, wide]}
+    if pair["fixed_mask"] is not None:
+        part["fixed_mask"] = pair["fixed_mask"][:, :, wide]
+    # What `resize_field` does, in the slab.
+    there = field * side_lengths([(n - 1) / max(c - 1, 1) for n, c in zip(size, control)], field.device)
+    there = product_along(there, interpolation_matrix(control[0], size[0], True, there.dtype, there.device)[wide], 2)
+    there = interpolate(there, part["fixed"].shape[2:], align_corners=True)
+    warped, weight = warp_pair(part, there, (first, *[0] * (len(size) - 1)))
+    return force(warped, weight, part, None, cfg, mean_of_all=False)[:, :, within]
+
+
+def force(warped, weight, pair, statistics, cfg, mean_of_all=True):
     """The force: the direction in which to sample the moving image so that the similarity grows, (1, N, *spatial).
 
-    warped, weight: from `warp_pair`. pair: from `pair_at_level`. statistics: of its fixed image, or None.
+    warped, weight: from `warp_pair`. pair: from `pair_at_level`. statistics: of its fixed image, or None. mean_of_all:
+    of `correlation_slope`.
     """
     compared, window, kind = pair["compared"], cfg["refine.window"], cfg["registration.similarity"]
     image, fixed, there = warped[:, :compared], pair["fixed"][:, :compared], pair["fixed"][:, compared:]
@@ -250,7 +277,7 @@ def force(warped, weight, pair, statistics, cfg):
             own = each_channel(fixed)
             fixed = table_lookup(own, conditional_means(own, each_channel(image), weight, BINS)).view(fixed.shape)
         statistics = statistics or window_statistics(fixed, window, weight)
-        by_value = correlation_slope(image, fixed, statistics, window, cfg["registration.squared"], weight)
+        by_value = correlation_slope(image, fixed, statistics, window, cfg["registration.squared"], weight, mean_of_all)
         by_value[:, pair["images"]:] *= EDGES
     if there.shape[1] and cfg["refine.structures"]:
         overlap = slope_of(lambda seen: soft_dice(seen, there, there.new_ones(there.shape[:2])).mean(),
@@ -281,13 +308,14 @@ def add_slope_(total, image, axis, factor):
             total.narrow(axis, start, length).addcmul_(rise, factor.narrow(axis, start, length), value=scale)
 
 
-def warp_pair(pair, field):
+def warp_pair(pair, field, origin=None):
     """The moving image of a pair warped by a field, and the weight of each voxel of the fixed grid.
 
-    pair: dict of moving, moving_mask and fixed_mask. field: (1, N, *spatial) in voxels.
+    pair: dict of moving, moving_mask and fixed_mask. field: (1, N, *spatial) in voxels. origin: of `warp`.
     Returns: (1, C, *spatial); and the weight (1, 1, *spatial), or None if all voxels count equally.
     """
-    warped, weight = masked(lambda image: warp(image, field, padding="border"), pair["moving"], pair["moving_mask"])
+    warped, weight = masked(lambda image: warp(image, field, padding="border", origin=origin), pair["moving"],
+                            pair["moving_mask"])
     if weight is None:
         return warped, pair["fixed_mask"]
     return warped, weight if pair["fixed_mask"] is None else pair["fixed_mask"] * weight

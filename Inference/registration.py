@@ -58,6 +58,7 @@ BETTER = 0.02  # similarity by which the centres must beat the headers, which ar
 # inverse; and for each voxel processed at once. Measured with 1 to 125 million voxels (notebook of 2026-11).
 PROGRAM, READ, WRITTEN, INVERSE = 0.4 * 2 ** 30, 4, 42, 12
 AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 220, 20, 50
+FINE = 50  # for each voxel of the fixed grid, while it is refined slab by slab
 NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its start after going there and back
 FAR_APART = 50.0  # percent of the fixed field of view; if the moving one covers less, a warning says so
 
@@ -212,6 +213,8 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
         if known is not None:
             cfg = cfg | {"refine.levels": 1} | ({} if known.smoothing is None else {"refine.weight": known.smoothing})
         solution = solve(net, placed, seen_fixed, seen_moving, refine, cfg, device, progress, known)
+        if refine and cfg["refine.grid"] == "own":
+            solution = at_full_resolution(solution, fixed, moving, refine, cfg, device, progress)
         return bring_back(solution, fixed, moving, inverse, cfg, began, device)
 
 
@@ -338,10 +341,10 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
 # Align: from the files to the working grid
 # ---------------------------------------------------------------------------------------------------------------------
 
-def align(fixed, moving, affine, start, cfg, device, as_trained=False):
+def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None):
     """Place the moving volume before the deformation, and sample both volumes on the working grid: Placed.
 
-    fixed, moving: Volumes. affine: "rigid", "affine" or False. as_trained: see `working_grid`.
+    fixed, moving: Volumes. affine: "rigid", "affine" or False. as_trained, most: see `working_grid`.
     """
     began, similarity = time.perf_counter(), cfg["registration.similarity"]
     compared_by = "correlation" if similarity == "auto" else similarity
@@ -356,7 +359,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
         [rescale(array, *intensity_limits(array if volume.mask is None or as_trained else array[volume.mask > 0], cfg))
          for array in arrays(volume)] for volume in (fixed, moving))
     brightest = np.max([fixed01, *fixed_rest[:cfg["data.channels"] - 1]], axis=0)
-    work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained, brightest)
+    work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained, brightest, most)
     if isinstance(start, str) and start == "auto":
         start = "header" if affine else better_start(fixed.array.shape, fixed.affine, moving01, moving.affine,
                                                      work_fixed, work_affine, similarity)
@@ -427,12 +430,13 @@ def arrays(volume):
     return [volume.array, *(channel.array for channel in volume.channels)]
 
 
-def working_grid(image, affine, cfg, as_trained, brightest=None):
+def working_grid(image, affine, cfg, as_trained, brightest=None, most=None):
     """The fixed volume on the grid on which the field is found: array (*work) float32; its affine 4x4.
 
     image: in 0..1. as_trained: place it as the training did (data.img_size, data.spacing_mm, data.crop_above), with
     more voxels along an axis that would not fit; else cover its field of view with voxels as large as its own, on
-    average. brightest: the maximum of several channels, to which data.crop_above applies; default the image.
+    average, and at most so many. brightest: the maximum of several channels, to which data.crop_above applies; default
+    the image.
     """
     canonical, canonical_affine = to_canonical(image if brightest is None else brightest, affine)
     shape, dims = canonical.shape, image.ndim
@@ -443,20 +447,21 @@ def working_grid(image, affine, cfg, as_trained, brightest=None):
         if spacing_mm:
             size = np.maximum(size, _covering_size((box[1] - box[0]) * voxel_mm, spacing_mm))
         return to_grid(image, affine, size, spacing_mm, box=box if crop else None)
-    size, spacing_mm = isotropic_grid(canonical, canonical_affine)
+    size, spacing_mm = isotropic_grid(canonical, canonical_affine, most)
     least = max(LEAST_SIDE, 2 ** (cfg["registration.scales"] - 1))  # the similarity halves the grid scales - 1 times
     return to_grid(image, affine, np.maximum(size, least), spacing_mm)
 
 
-def isotropic_grid(image, affine):
+def isotropic_grid(image, affine, most=None):
     """Size and spacing in mm of a grid over the field of view of a canonical volume, for `to_grid`.
 
-    Its voxels are as large as the volume's on average, or larger if there would be more than MOST_VOXELS.
+    Its voxels are as large as the volume's on average, or larger if there would be more than `most` (MOST_VOXELS).
     """
+    most = most or grids.MOST_VOXELS
     voxel_mm = np.linalg.norm(affine[:3, :image.ndim], axis=0)
     spacing_mm, extent_mm = float(np.exp(np.log(voxel_mm).mean())), image.shape * voxel_mm
-    while (count := math.prod(size := _covering_size(extent_mm, spacing_mm).tolist())) > grids.MOST_VOXELS:
-        spacing_mm *= max((count / grids.MOST_VOXELS) ** (1 / image.ndim), 1.001)
+    while (count := math.prod(size := _covering_size(extent_mm, spacing_mm).tolist())) > most:
+        spacing_mm *= max((count / most) ** (1 / image.ndim), 1.001)
     return size, spacing_mm
 
 
@@ -581,6 +586,49 @@ def solve(net, placed, fixed, moving, refine, cfg, device, progress, known):
     return Solution(placed, field.cpu(), structures, smoothing, seconds)
 
 
+def at_full_resolution(solution, fixed, moving, refine, cfg, device, progress):
+    """The Solution, refined further on voxels as small as those of the Volume `fixed`, if those of its grid are larger.
+
+    The finest resolution gets its share of the steps. Each works slab by slab, which gives what the whole would. Two
+    modalities and a network's structures are compared as a whole, so their Solution stays, as it does if memory is
+    short.
+    """
+    placed, free = solution.placed, memory.measure(torch.device("cpu"))["host_free"]
+    if (not is_coarser(placed.work_affine, fixed) or placed.compared_by != "correlation"
+            or solution.structures is not None or free is not None and free < fine_bytes(fixed)):
+        return solution
+    fine = align(fixed, moving, False, placed.matrix, cfg, device, most=math.inf)
+    size = np.array(fine.pair["fixed"].shape[1:])
+    control = np.maximum(-(-size // 2), 2)  # a grid of half as many points, corners on corners
+    thinner = np.linalg.inv(placed.work_affine) @ fine.work_affine @ np.diag(
+        [*((size - 1) / (control - 1)), *[1] * (4 - len(size))])
+    field = torch.from_numpy(total_field(solution.field, thinner, np.linalg.inv(thinner), control))[None].to(device)
+    began = time.perf_counter()
+    field, _ = optimise({**_on_device(fine.pair, device), "structures": None}, field,
+                        max(refine // cfg["refine.levels"], 1),
+                        cfg | {"refine.levels": 1, "refine.weight": solution.smoothing}, progress)
+    synchronize(device)
+    seconds = {**solution.seconds, "refine": solution.seconds["refine"] + time.perf_counter() - began}
+    placed = dataclasses.replace(placed, work_affine=fine.work_affine, pair={})
+    return dataclasses.replace(solution, placed=placed, field=field.cpu(), seconds=seconds)
+
+
+def is_coarser(work_affine, fixed):
+    """Whether the voxels of a working grid are larger than those of the Volume `fixed`, by their mean side."""
+    dims = fixed.array.ndim
+    return mean_spacing_mm(work_affine, dims) > 1.001 * mean_spacing_mm(fixed.affine, dims)
+
+
+def mean_spacing_mm(affine, dims):
+    """The geometric mean of the sides of a grid's voxels in mm. affine: 4x4."""
+    return float(np.exp(np.log(np.linalg.norm(affine[:3, :dims], axis=0)).mean()))
+
+
+def fine_bytes(fixed):
+    """The memory in bytes that `at_full_resolution` takes beside both volumes."""
+    return FINE * (1 + len(fixed.channels)) * fixed.array.size + AT_ONCE * grids.MOST_VOXELS
+
+
 def _on_device(pair, device):
     """A dict of arrays (C, *spatial) or None as tensors with a batch axis, (1, C, *spatial), on a device."""
     return {key: None if array is None else torch.from_numpy(array)[None].to(device) for key, array in pair.items()}
@@ -602,11 +650,10 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
             "align them first with --affine" + " or --start centre" * (placed.start == "header"))
         sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % of the field of view of {fixed.name}: "
                          f"{advice}.")
-    own_mm, used_mm = (np.exp(np.log(np.linalg.norm(each[:3, :fixed.array.ndim], axis=0)).mean())
-                       for each in (fixed.affine, work_affine))
-    if fixed.array.size > grids.MOST_VOXELS and used_mm > 1.001 * own_mm:
+    if fixed.array.size > grids.MOST_VOXELS and is_coarser(work_affine, fixed):
         sentences.append(f"{fixed.name} has {fixed.array.size / 1e6:.0f} million voxels: the field is found on a grid "
-                         f"of {used_mm:.3g} mm and brought back to its own.")
+                         f"of {mean_spacing_mm(work_affine, fixed.array.ndim):.3g} mm and brought back to its own. "
+                         f"--set refine.grid=own refines it there, if {fine_bytes(fixed) / 2 ** 30:.0f} GiB are free.")
     if inverse:
         more["inverse"], rest = inverse_field(
             solution.field, np.linalg.inv(placed.matrix @ work_affine) @ moving.affine,

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import torch
 
+from Dataloader import grids
 from Dataloader.synthetic import make_subject
 from Diffusion.fields import exponential, warp
 from Diffusion.losses import image_similarity, local_correlation
@@ -202,6 +203,21 @@ def test_steps_are_divided_among_the_levels():
     assert level_steps((40, 48, 44), 10, {**cfg, "refine.window": 3}) == [(4, 4), (2, 3), (1, 3)]
     assert level_steps((24, 48, 44), 10, cfg) == [(2, 5), (1, 5)], "a quarter of 24 is no larger than two windows"
     assert level_steps((4, 4, 4), 3, cfg) == [(1, 3)]
+
+
+@pytest.mark.parametrize("dims, masked", [(3, False), (3, True), (2, False)])
+def test_slab_by_slab_is_the_same(monkeypatch, dims, masked):
+    """Up to rounding: sums over slabs are sums over the whole, and the planes beside a slab belong to its windows."""
+    moving, fixed, _ = pair(dims)
+    both = unmasked(moving, fixed)
+    if masked:
+        both.update({f"{side}_mask": (image > 0.05).float() for side, image in (("moving", moving), ("fixed", fixed))})
+    cfg = config(model__dims=dims, refine__weight=0.5, refine__levels=1)
+    whole, _ = refine(both, None, 6, cfg)
+    monkeypatch.setattr(grids, "MOST_VOXELS", 7 * fixed[0, 0, 0].numel())
+    assert len(grids.slabs(fixed.shape[2:])) > 2
+    slabs, _ = refine(both, None, 6, cfg)
+    assert float(whole.abs().max()) > 1 and float((whole - slabs).abs().max()) < 1e-3
 
 
 def test_same_input_same_bits_and_no_gradient_is_left_behind():

@@ -245,6 +245,23 @@ def test_a_volume_beyond_memory_gets_a_coarser_grid_and_a_sentence(monkeypatch):
     assert found.field.shape == (3, *fixed[0].shape) and len(found.warnings) == 1
 
 
+def test_a_large_volume_is_refined_on_its_own_grid_if_asked_and_if_memory_allows(monkeypatch):
+    monkeypatch.setattr(grids, "MOST_VOXELS", 3000)
+    fixed, moving = two_volumes(0, 1)
+    words, own = {"start": "header", "affine": False, "refine": 30}, {"config": {"refine.grid": "own"}}
+    with pytest.warns(UserWarning, match="--set refine.grid=own refines it there, if [0-9]+ GiB are free"):
+        coarse = register(fixed, moving, **words)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fine = register(fixed, moving, **words, **own)
+    alike = [np.corrcoef(found.warped.ravel(), fixed[0].ravel())[0, 1] for found in (coarse, fine)]
+    assert 1 - alike[1] < 0.6 * (1 - alike[0]) and fine.folding_percent < 0.5
+    monkeypatch.setattr(registration, "FINE", 1e12)
+    with pytest.warns(UserWarning, match="fixed has 0 million voxels"):
+        short = register(fixed, moving, **words, **own)
+    np.testing.assert_array_equal(short.field, coarse.field)
+
+
 @pytest.mark.filterwarnings("ignore:fixed has 0 million voxels")
 def test_a_coarser_grid_takes_masks_and_channels_with_it(monkeypatch):
     fixed, moving = two_volumes(0, 1)
