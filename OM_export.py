@@ -26,6 +26,7 @@ from Runtime import checkpoint
 from Runtime.config import modes_of, overridden
 from Runtime.errors import DONE, InputError, parse_options, run_program
 from Runtime.files import partial_path, replace, sha256, write_file, write_flushed
+from Runtime.manifest import LOST, read_manifest
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
 PUBLISHED_LICENCE = "Apache-2.0"  # of the published method's repository, its weights included
@@ -113,9 +114,8 @@ def about_run(path, state):
     run = run_of(path)
     about = {"metrics": {}, "commit": None, "torch": None}
     try:
-        manifest = json.loads((run / "manifest.json").read_text())
-        about["metrics"] = manifest["checkpoints"][path.relative_to(run).as_posix()]["metrics"] or {}
-    except (OSError, ValueError, LookupError):
+        about["metrics"] = read_manifest(run)["checkpoints"][path.relative_to(run).as_posix()]["metrics"] or {}
+    except (OSError, *LOST):
         pass  # a checkpoint copied out of its run has no metrics
     for file in sorted(run.glob("launches/*/launch.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # one that a dying machine has cut off

@@ -208,6 +208,13 @@ def test_names_that_stand_twice_and_zero_bytes_are_refused(tmp_path, name, text,
         read_pairs_to_register(tmp_path / name)
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"pairs": [], "settings": [1], "version": "1"}',
+                                     '{"pairs": ["a"]}', '{"pairs": [{"name": "a"}]}', '{"pairs": {"a": 1}}'])
+def test_results_that_somebody_has_edited_are_no_results(tmp_path, content):
+    (tmp_path / "results.json").write_text(content)
+    assert not read_results(tmp_path)["pairs"] and not read_results(tmp_path)["complete"]
+
+
 @pytest.mark.parametrize("name", ["../pair", ".pair", "a\nb", "results.json", "scores.html", "results.csv"])
 def test_names_that_would_leave_or_replace_something_are_refused(data, name):
     pair = {"fixed": "sub-00_T1w.nii.gz", "moving": "sub-01_T1w.nii.gz"}
