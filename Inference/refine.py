@@ -190,9 +190,9 @@ def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
             if len(parts) == 1:
                 warped, counted = warp_pair(small, resize_field(field, size))
                 step = along_axes(force(warped, counted, small, statistics, cfg), to_control)
-            else:
-                step = sum(along_axes(force_in_slab(small, field, slab, cfg), [to_control[0][:, slab], *to_control[1:]])
-                           for slab in parts)
+            else:  # the first axis last: along it a slab becomes as long as the whole
+                step = sum(product_along(along_axes(force_in_slab(small, field, slab, cfg), [None, *to_control[1:]]),
+                                         to_control[0][:, slab], 2) for slab in parts)
             longest = step.square().sum(1).max().sqrt().clamp(min=1e-20)
             step = step * (side_lengths(ratio, device) * (cfg["refine.step"] / longest))
             field = along_axes(compose(first=field, then=step), spread)
