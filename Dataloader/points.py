@@ -3,6 +3,8 @@
 A table is RAS. The other formats say which they are: .fcsv is RAS and the others are LPS unless they do. Sources:
 https://slicer.readthedocs.io, "Markups"; https://docs.vtk.org, "VTK File Formats".
 """
+import csv
+import io
 import itertools
 import json
 import math
@@ -17,7 +19,8 @@ from Runtime.errors import InputError
 from Runtime.files import require_file, write_file
 
 MESHES = (".vtp", ".vtu", ".ply", ".stl", ".obj")  # not read
-SPACE = re.compile(rb"SPACE(?:=|\s+1\s+1\s+string\s.?)(RAS|LPS)")  # a title or field data of Slicer's .vtk files
+SPACE = re.compile(rb"\bSPACE(?:=|\s+1\s+1\s+string\s.?)(RAS|LPS)\b")  # a title or field data of Slicer's .vtk files
+MOST_SHOWN = 60  # characters of a row in a message
 SIGNS = {"RAS": 1.0, "0": 1.0, "LPS": LPS, "1": LPS}
 
 
@@ -26,9 +29,10 @@ def read_points(path):
 
     Returns: (P, 3) float64 in mm, RAS. Raises InputError if the file is missing or an entry lacks its numbers.
     """
-    points_mm, _ = _parsed(path)
+    points_mm, copy = _parsed(path)
     if not len(points_mm):
-        raise InputError(f"{path}: the file has no landmarks; write x,y,z in millimetres in each row.")
+        advice = "save it again with some" if copy else "write x,y,z in millimetres in each row"
+        raise InputError(f"{path}: the file has no landmarks; {advice}.")
     return points_mm
 
 
@@ -39,13 +43,19 @@ def write_points(folder, source, points_mm):
     """
     table, *copies = point_files(folder, source)
     write_file(table, "x,y,z\n" + "".join("{:.6f},{:.6f},{:.6f}\n".format(*point) for point in points_mm))
-    for copy in copies:
-        write_file(copy, _parsed(source)[1](np.asarray(points_mm)))
+    for path in copies:
+        write_file(path, _parsed(source)[1](np.asarray(points_mm)))
 
 
 def point_files(folder, source):
     """The Paths that `write_points` writes."""
-    return [folder / "points.csv", *(folder / f"points{suffix}" for suffix in FORMATS if ends_in(source, suffix))]
+    suffix = _suffix(source)
+    return [folder / "points.csv", *([folder / f"points{suffix}"] if suffix else [])]
+
+
+def _suffix(path):
+    """The suffix of one of FORMATS that a path has, or None."""
+    return next((suffix for suffix in FORMATS if ends_in(path, suffix)), None)
 
 
 def _parsed(path):
@@ -56,60 +66,65 @@ def _parsed(path):
     if ends_in(path, MESHES):
         raise InputError(f"{path}: landmarks are read from tables, .fcsv, .mrk.json and legacy .vtk files; save them "
                          "as one of these.")
-    content = path.read_bytes()
-    for suffix, parse in FORMATS.items():
-        if ends_in(path, suffix):
-            return parse(path, content)
-    return _table(path, _text(content))
+    return FORMATS.get(_suffix(path), _table)(path, path.read_bytes())
 
 
 def _fcsv(path, content):
     """Slicer's old list of control points: comment lines with the coordinate system and the columns, then a table."""
-    lines = _text(content).splitlines()
-    heads = dict(re.findall(r"^#\s*(\w+)\s*=\s*(.*?)\s*$", "\n".join(lines), re.M))
+    text = _text(content)
+    head = re.match(r"(?:#.*(?:\n|$))*", text)[0]
+    heads = dict(re.findall(r"^#\s*(\w+)\s*=\s*(.*?)\s*$", head, re.M))
     columns = [name.strip().lower() for name in heads.get("columns", "id,x,y,z").split(",")]
     sign = SIGNS.get(heads.get("CoordinateSystem", "RAS").upper())
     if sign is None or not {"x", "y", "z"} <= set(columns):
         raise InputError(f"{path}: its header names no columns x, y and z, or another coordinate system than RAS and "
                          "LPS; export the points from Slicer again.")
-    places, rows = [columns.index(axis) for axis in "xyz"], {}
-    for number, line in enumerate(lines):
-        if line.strip() and not line.startswith("#"):
-            cells = line.split(",")
-            rows[number] = [_number(cells[place]) if place < len(cells) else None for place in places]
-            if None in rows[number]:
-                raise InputError(f"{path} line {number + 1}: {line} has no x, y, z in millimetres.")
+    places = [columns.index(axis) for axis in "xyz"]
+    rows = [row for row in csv.reader(io.StringIO(text[len(head):])) if row]
+    points_mm = []
+    for number, row in enumerate(rows, 1):
+        # Newer versions write more cells than columns, but then the name is not in front of the coordinates.
+        fits = len(row) > max(places) and (columns[0] != "label" or len(row) == len(columns))
+        points_mm.append([_number(row[place]) for place in places] if fits else [None])
+        if None in points_mm[-1]:
+            raise InputError(f"{path}: point {number}, {_shown(row)}, has no x, y, z in millimetres.")
 
     def copy(points_mm):
-        changed = list(lines)
-        for number, point in zip(rows, points_mm * sign):
-            cells = changed[number].split(",")
+        for row, point in zip(rows, points_mm * sign + 0.0):
             for place, value in zip(places, point):
-                cells[place] = f"{value:.6f}"
-            changed[number] = ",".join(cells)
-        return ("\n".join(changed) + "\n").encode()
+                row[place] = f"{value:.6f}"
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows(rows)
+        return (head + table.getvalue()).encode()
 
-    return np.array([*rows.values()]).reshape(-1, 3) * sign, copy
+    return np.array(points_mm, np.float64).reshape(-1, 3) * sign, copy
 
 
 def _markups(path, content):
     """Slicer's .mrk.json: lists of control points, each with its own coordinate system."""
-    found = []  # (control point, its signs)
+    found, points_mm = [], []  # (control point, its signs); their places
     try:
         markups = json.loads(_text(content))
         for each in markups["markups"]:
+            if each.get("coordinateUnits", "mm") not in ("mm", ["mm"] * 3):
+                raise InputError(f"{path}: its coordinates are in {each['coordinateUnits']}; export them in mm.")
             sign = SIGNS[each.get("coordinateSystem", "LPS")]
-            found += [(point, sign) for point in each["controlPoints"]]
-        points_mm = np.array([np.array(point["position"], float) * sign for point, sign in found]).reshape(-1, 3)
-        whole = np.isfinite(points_mm).all()
+            found += [(point, sign) for point in each.get("controlPoints", [])]
+        for number, (point, sign) in enumerate(found, 1):
+            place = np.array(point.get("position") or [np.nan] * 3, np.float64) * sign
+            if point.get("positionStatus", "defined") != "defined" or not np.isfinite(place).all():
+                raise InputError(f"{path}: control point {number}, {point.get('label', 'without a label')}, has no "
+                                 "position; place it in Slicer, or delete it.")
+            points_mm.append(place)
+        points_mm = np.array(points_mm).reshape(-1, 3)
+    except InputError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise InputError(f"{path}: not a list of Slicer's control points that all have a position; export it again.")
+        raise InputError(f"{path}: not a list of Slicer's control points; export it again.") from None
 
     def copy(points_mm):
         for (point, sign), place in zip(found, points_mm):
-            point["position"] = (place * sign).tolist()
+            point["position"] = (place * sign + 0.0).tolist()
         return json.dumps(markups, indent=1).encode()
 
     return points_mm, copy
@@ -118,10 +133,10 @@ def _markups(path, content):
 def _vtk(path, content):
     """A legacy .vtk file, ASCII or binary: its POINTS, whatever else it holds."""
     head = content.split(b"\n", 3)
-    start = re.search(rb"^POINTS\s+(\d+)\s+(float|double)[ \t]*\r?\n", content, re.M)
+    start = re.search(rb"^POINTS\s+(\d+)\s+(float|double)[ \t]*\r?\n", content, re.M | re.I)
     if not content.startswith(b"# vtk DataFile") or len(head) < 4 or not start:
         raise InputError(f"{path}: not a legacy .vtk file with POINTS of float or double; save it as one.")
-    count, kind, binary = 3 * int(start[1]), start[2].decode(), head[2].strip().upper() == b"BINARY"
+    count, kind, binary = 3 * int(start[1]), start[2].decode().lower(), head[2].strip().upper() == b"BINARY"
     space = SPACE.search(content)
     sign = SIGNS[space[1].decode() if space else "LPS"]
     dtype = np.dtype({"float": ">f4", "double": ">f8"}[kind])
@@ -136,21 +151,21 @@ def _vtk(path, content):
         raise InputError(f"{path}: it has fewer points than its header says, or they are not numbers; write it again.")
 
     def copy(points_mm):
-        values = points_mm * sign
+        values = points_mm * sign + 0.0
         rows = "\n".join(" ".join(f"{value:.9g}" for value in point) for point in values)
         return content[:start.end()] + (values.astype(dtype).tobytes() if binary else rows.encode()) + content[end:]
 
     return numbers.astype(np.float64).reshape(-1, 3) * sign, copy
 
 
-def _table(path, text):
+def _table(path, content):
     """x, y, z in each row.
 
     A header row names the columns x, y and z in any order, beside others such as an id; without a header there are
     three columns. Commas, semicolons, tabs or blanks separate them; decimal commas are read too, unless commas separate
     the columns. The text is UTF-8, UTF-16 or Latin-1.
     """
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in _text(content).splitlines() if line.strip()]
     rows = [_cells(line) for line in lines]
     columns, first = (0, 1, 2), 0
     if rows and None in map(_number, rows[0]):
@@ -160,7 +175,7 @@ def _table(path, text):
                 for line in lines]
         names = [re.sub(r"[\W_]*mm\W*$", "", cell.strip("\"' ").lower()) for cell in rows[0]]
         if sorted(name for name in names if name in ("x", "y", "z")) != ["x", "y", "z"]:
-            raise InputError(f"{path}: its header {', '.join(rows[0])} does not name the columns x, y and z; correct "
+            raise InputError(f"{path}: its header {_shown(rows[0])} does not name the columns x, y and z; correct "
                              "it, or leave it out.")
         columns, first = tuple(names.index(axis) for axis in "xyz"), 1
     points_mm, wanted = [], len(rows[0]) if first else 3
@@ -168,7 +183,7 @@ def _table(path, text):
         point_mm = [_number(row[column]) for column in columns] if len(row) == wanted else [None]
         if None in point_mm:
             advice = "" if first or len(row) < 4 else "; a header row must name the columns x, y and z"
-            raise InputError(f"{path} row {number}: {', '.join(row)} is not x, y, z in millimetres{advice}.")
+            raise InputError(f"{path} row {number}: {_shown(row)} is not x, y, z in millimetres{advice}.")
         points_mm.append(point_mm)
     return np.array(points_mm), None
 
@@ -183,6 +198,12 @@ def _text(content):
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         return content.decode("latin-1")
+
+
+def _shown(row):
+    """The cells of a row for a message."""
+    text = ", ".join(row)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _cells(line):
@@ -204,5 +225,5 @@ def _number(cell):
     return number if math.isfinite(number) else None
 
 
-FORMATS = {".fcsv": _fcsv, ".mrk.json": _markups, ".vtk": _vtk}
+FORMATS = {".fcsv": _fcsv, ".mrk.json": _markups, ".json": _markups, ".vtk": _vtk}
 WRITTEN = ("points.csv", *(f"points{suffix}" for suffix in FORMATS))  # see `point_files`

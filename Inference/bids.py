@@ -8,7 +8,9 @@ A segmentation stays on the grid of its volume and is named sub-01_ses-1_desc-om
 is sub-01_task-rest_desc-aligned_bold.nii.gz, its motion sub-01_task-rest_desc-motion_timeseries.tsv. Source:
 https://bids-specification.readthedocs.io, "Derivatives"; transforms as its proposal BEP014 and fMRIPrep name them.
 """
+import contextlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -29,26 +31,27 @@ OF_A_PAIR = {"warped.nii.gz": "space-{space}_{suffix}.nii.gz", "warped_label.nii
 OF_A_SEGMENTATION = {"label.nii.gz": "desc-omnimorph_dseg.nii.gz"}
 OF_A_SERIES = {"aligned.nii.gz": "desc-aligned_{suffix}.nii.gz", "motion.tsv": "desc-motion_timeseries.tsv",
                "reference.nii.gz": "desc-reference_{suffix}ref.nii.gz"}
+DESCRIPTION = re.compile(r"_desc-[A-Za-z0-9]+")
 SOURCES = {"image": OF_A_SEGMENTATION, "series": OF_A_SERIES, "moving": OF_A_PAIR}
 
 
-def split_name(path):
+def split_name(path, own=ENTITIES):
     """The entities, without those of a derivative, and the suffix of a BIDS name: ("sub-01_ses-1", "T1w").
 
-    Raises InputError for a name that is not BIDS.
+    own: the entities to leave out. Raises InputError for a name that is not BIDS.
     """
     found = NAME.fullmatch(volume_id(path))
     if not found:
         raise InputError(f"{path}: it has no BIDS name, so its derivatives cannot have one; rename it like "
-                         "sub-01_T1w.nii.gz.")
-    return ENTITIES.sub("", found[1]), found[2]
+                         "sub-01_T1w.nii.gz or sub-01_task-rest_bold.nii.gz.")
+    return own.sub("", found[1]), found[2]
 
 
 def targets(row):
     """{name of a result: its path below bids/} for a row of results.json."""
     key = key_of(row)
     source = Path(row[key])
-    entities, suffix = split_name(source)
+    entities, suffix = split_name(source, DESCRIPTION if key == "series" else ENTITIES)  # it stays in its space
     session = re.search(r"_(ses-[A-Za-z0-9]+)", entities)
     kind = source.parent.name if source.parent.name in KINDS else {"series": "func"}.get(key, "anat")
     folder = Path(entities.split("_")[0], session[1] if session else "", kind)
@@ -82,13 +85,21 @@ def sidecar_of(target):
     return target.with_name(f"{target.name.split('.')[0]}.json")
 
 
+def drop_series(out):
+    """Remove what an earlier `motion` wrote to bids/, which would outlive its results."""
+    for ending in OF_A_SERIES.values():
+        for path in out.glob(f"bids/sub-*/**/sub-*_{ending.format(suffix='*')}"):
+            path.unlink()
+            sidecar_of(path).unlink(missing_ok=True)
+
+
 def write_bids(out, series=None):
     """Copy the results of a folder to bids/, each with a sidecar that names its sources. Returns: Path of bids/.
 
     series: the path of the series, if the folder is of `motion`, whose rows are blocks of frames.
     """
     out = Path(out)
-    rows = [{"name": "series", "series": str(series), "folder": "."}]
+    rows = [{"name": "series", "series": os.path.abspath(series or ""), "folder": "."}]
     if not series:
         rows = read_json(out / "results.json")["pairs"]
     require_own_names(rows)
@@ -106,6 +117,9 @@ def write_bids(out, series=None):
         if path.is_file():
             sources = [row[key] for key in (*SOURCES, "fixed") if key in row]
             sidecar = {"Sources": sources, **({"SpatialReference": row["fixed"]} if "fixed" in row else {})}
+            if path.name == "aligned.nii.gz":  # with the times of the frames, which are those of its source
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    sidecar = {**json.loads(sidecar_of(Path(row["series"])).read_text()), **sidecar}
             target.parent.mkdir(parents=True, exist_ok=True)
             write_file(target, path.read_bytes())
             write_file(sidecar_of(target), json.dumps(sidecar, indent=1) + "\n")

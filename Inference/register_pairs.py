@@ -150,6 +150,8 @@ def register_all(args):
         for each in (home, *parts_of(home)):
             locks.enter_context(run_lock.held_results(each))
         require_own(out, folders)
+        if not is_list(args):  # of a list, only that pair is refused
+            require_apart(out, inputs_of(pairs[0], args))
         (home / "report.html").unlink(missing_ok=True)
         print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
         rows, failed = do_all(home, tasks, register_pair, settings, args.workers, again=args.again,
@@ -194,7 +196,7 @@ def register_pair(pair, folder, earlier):
                          "the fixed volume too (points).")
     if all(points is not None for points in points_mm):  # unequal numbers are told before the work
         point_scores(*points_mm, pair, None, None)
-    require_apart(folder, [pair[key] for key in TO_REGISTER if key in pair] + [args.initial] * bool(args.initial))
+    require_apart(folder, inputs_of(pair, args))
     disp = Path(args.out) / disp_name(pair, dims) if args.learn2reg else None
     labels = [read_own_label(pair, side, dims, args) for side in ("fixed", "moving")]
     with warnings.catch_warnings():
@@ -208,6 +210,11 @@ def register_pair(pair, folder, earlier):
     result = dataclasses.replace(result, warnings=[*doubts, *result.warnings])
     return write_row(folder, out, pair, result, labels, points_mm, disp, args.also, args.labels, not args.no_picture,
                      earlier)
+
+
+def inputs_of(pair, args):
+    """The paths of all files that a pair is registered from."""
+    return [pair[key] for key in TO_REGISTER if key in pair] + [args.initial] * bool(args.initial)
 
 
 def read_own_label(pair, side, dims, args):

@@ -384,10 +384,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
         if volume.mask is not None:  # keep only voxels to which nothing outside the mask contributes
             mask = _on_working_grid(volume.mask, volume.affine, to_world, work_fixed.shape)
             pair[f"{side}_mask"] = (mask > 0.99).astype(np.float32)[None]
-            if not pair[f"{side}_mask"].any():
-                raise InputError(f"{volume.name}: no voxel of the grid on which the volumes are compared lies wholly "
-                                 "in its mask: make a thin mask a voxel thicker on each side, or check that both "
-                                 "volumes show the same place.")
+            require_mask(pair[f"{side}_mask"], volume)
     overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
     return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, seconds, alignment,
                   compared_by)
@@ -407,10 +404,21 @@ def onto_isotropic_grid(volume):
         return to_grid(image, volume.affine, *isotropic_grid(*to_canonical(image, volume.affine)))
 
     array, affine = on_grid(volume.array)
-    mask = None if volume.mask is None else (on_grid(volume.mask)[0] > 0.99).astype(np.float32)
+    mask = None
+    if volume.mask is not None:
+        mask = (on_grid(volume.mask)[0] > 0.99).astype(np.float32)
+        require_mask(mask, volume)
     channels = [dataclasses.replace(channel, array=on_grid(channel.array)[0], affine=affine)
                 for channel in volume.channels]
     return dataclasses.replace(volume, array=array, affine=affine, mask=mask, channels=channels)
+
+
+def require_mask(mask, volume):
+    """Raise InputError if a Volume's mask, on the grid on which volumes are compared, is empty."""
+    if not mask.any():
+        raise InputError(f"{volume.name}: no voxel of the grid on which the volumes are compared lies wholly in its "
+                         "mask: make a thin mask a voxel thicker on each side, or check that both volumes show the "
+                         "same place.")
 
 
 def without_padding(volume):
@@ -594,8 +602,8 @@ def at_full_resolution(solution, fixed, moving, refine, cfg, device, progress):
     short.
     """
     placed, free = solution.placed, memory.measure(torch.device("cpu"))["host_free"]
-    if (not is_coarser(placed.work_affine, fixed) or placed.compared_by != "correlation"
-            or solution.structures is not None or free is not None and free < fine_bytes(fixed)):
+    if (not is_coarser(placed.work_affine, fixed) or not is_comparable_in_slabs(solution)
+            or free is not None and free < fine_bytes(fixed)):
         return solution
     fine = align(fixed, moving, False, placed.matrix, cfg, device, most=math.inf)
     size = np.array(fine.pair["fixed"].shape[1:])
@@ -617,6 +625,11 @@ def is_coarser(work_affine, fixed):
     """Whether the voxels of a working grid are larger than those of the Volume `fixed`, by their mean side."""
     dims = fixed.array.ndim
     return mean_spacing_mm(work_affine, dims) > 1.001 * mean_spacing_mm(fixed.affine, dims)
+
+
+def is_comparable_in_slabs(solution):
+    """Whether a pair is compared by windows alone; two modalities and structures need the whole images."""
+    return solution.placed.compared_by == "correlation" and solution.structures is None
 
 
 def mean_spacing_mm(affine, dims):
@@ -651,9 +664,13 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
         sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % of the field of view of {fixed.name}: "
                          f"{advice}.")
     if fixed.array.size > grids.MOST_VOXELS and is_coarser(work_affine, fixed):
+        takes, advice = f"{math.ceil(fine_bytes(fixed) / 2 ** 30)} GiB of free memory", ""
+        if is_comparable_in_slabs(solution):
+            advice = f", since refining it there takes {takes}" if cfg["refine.grid"] == "own" else (
+                f" (--set refine.grid=own refines it there, with {takes})")
         sentences.append(f"{fixed.name} has {fixed.array.size / 1e6:.0f} million voxels: the field is found on a grid "
-                         f"of {mean_spacing_mm(work_affine, fixed.array.ndim):.3g} mm and brought back to its own. "
-                         f"--set refine.grid=own refines it there, if {fine_bytes(fixed) / 2 ** 30:.0f} GiB are free.")
+                         f"of {mean_spacing_mm(work_affine, fixed.array.ndim):.3g} mm and brought back to its "
+                         f"own{advice}.")
     if inverse:
         more["inverse"], rest = inverse_field(
             solution.field, np.linalg.inv(placed.matrix @ work_affine) @ moving.affine,

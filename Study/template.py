@@ -115,7 +115,6 @@ def finished_earlier(items, settings, out):
 
 def build(items, options, settings, out, args):
     """All rounds. Returns: rows of the subjects, failed ones, and the history, a dict for each round."""
-    write_results(out, [], [], settings, complete=False)  # drops another template
     left_out, history, starts = {}, [], {}
     start = read_source(str(args.start or middle_subject(items, left_out)), "start")
     canonical, turned = to_canonical(start.array, start.affine)
@@ -125,7 +124,8 @@ def build(items, options, settings, out, args):
     factors = [2 if number <= args.rounds // 2 else 1 for number in range(args.rounds + 1)]
     image, affine = rescale(canonical, *intensity_range(canonical)), turned
     if args.symmetric:
-        image = upright(image, affine, args.start or "the subject of median size", options["device"])
+        image = upright(image, affine, start.name, options["device"])
+    write_results(out, [], [], settings, complete=False)  # drops another template
     for number, factor in enumerate(factors):
         where = out / f"round_{number}"
         where.mkdir(exist_ok=True)
@@ -186,8 +186,9 @@ def upright(image, affine, name, device):
     mirror = mirror_of(len(image), affine)
     found = common.aligned((image, affine), (image, mirror @ affine), affine="rigid", refine=False, device=device)
     if found.verdict == "failed":
-        raise InputError(f"{name}: --symmetric found no plane that divides it into a left and a right side "
-                         f"({found.reason}); choose another volume with --start.")
+        raise InputError(f"{name}: --symmetric needs volumes with a left and a right side, such as whole brains, but "
+                         f"this one and its mirror image stay different (similarity {found.similarity:.2f}); leave "
+                         "the option out, or give a more symmetric volume by --start.")
     log = log_matrix(found.matrix)
     half = linalg.expm((log - mirror @ log @ mirror) / 4)
     return apply_field(image, half @ affine, np.zeros((image.ndim, *image.shape), np.float32), affine)

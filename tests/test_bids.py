@@ -58,17 +58,20 @@ def test_a_segmented_list(study):
 
 
 def test_an_aligned_series(study):
-    path, out = study / "sub-01_ses-1_task-rest_bold.nii.gz", study / "out"
+    path, out = study / "sub-01_ses-1_task-rest_space-T1w_desc-preproc_bold.nii.gz", study / "out"
+    path.with_name(path.name.replace(".nii.gz", ".json")).write_text('{"RepetitionTime": 2.5}')
     frame = make_subject(0, (14, 16, 18))["image"]
     write_volume(path, np.stack([frame] * 2, -1), np.eye(4))
-    assert OM_study.main(["motion", "--series", str(path), "--reference", "0", "--device", "cpu", "--bids", "--out",
-                          str(out)]) == 0
-    name = "sub-01/ses-1/func/sub-01_ses-1_task-rest_desc"
+    words = ["motion", "--series", str(path), "--reference", "0", "--device", "cpu", "--out", str(out)]
+    assert OM_study.main([*words, "--bids"]) == 0
+    name = "sub-01/ses-1/func/sub-01_ses-1_task-rest_space-T1w_desc"
     ends = "aligned_bold.nii.gz", "motion_timeseries.tsv", "reference_boldref.nii.gz"
     assert files(out / "bids") == sorted(["dataset_description.json", *(f"{name}-{end}" for end in ends),
                                           *(f"{name}-{end.split('.')[0]}.json" for end in ends)])
     assert (out / f"bids/{name}-{ends[1]}").read_bytes() == (out / "motion.tsv").read_bytes()
     assert json.loads((out / f"bids/{name}-motion_timeseries.json").read_text()) == {"Sources": [str(path)]}
+    assert json.loads((out / f"bids/{name}-aligned_bold.json").read_text())["RepetitionTime"] == 2.5
+    assert OM_study.main(words) == 0 and files(out / "bids") == ["dataset_description.json"], "those of the last run"
 
 
 def test_names_that_are_no_bids_or_meet_are_refused_before_the_work(study, capsys):

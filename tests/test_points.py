@@ -62,6 +62,8 @@ def test_a_table_of_points_may_have_blanks_in_its_cells(tmp_path):
 @pytest.mark.parametrize("name, content", [
     ("p.fcsv", (HEADER.format("LPS") + ROWS.format("-")).encode()),
     ("p.fcsv", (HEADER.format("0") + ROWS.format("")).encode()),
+    ("p.fcsv", b"# columns = label,x,y,z\n\"nose, left\",10.5,12.25,-3.5\n\"chin\nor so\",1,2,3\n"),
+    ("p.json", MARKUPS.encode()), ("p.vtk", ASCII.replace("POINTS 2 float", "points 2 FLOAT").encode()),
     ("P.FCSV", ROWS.format("").replace("12.25", "12.25 ").encode()), ("p.mrk.json", MARKUPS.encode()),
     ("p.mrk.json", MARKUPS.replace("LPS", "RAS").replace("[-10.5, -12.25", "[10.5, 12.25").replace(
         "[-1.0, -2.0", "[1, 2").encode()),
@@ -82,7 +84,7 @@ def test_landmarks_of_other_programs(tmp_path, name, content):
     np.testing.assert_allclose(read_points(table), moved, atol=1e-6)
     write_points(out, copy, RAS)
     before, after = content.strip(), copy.read_bytes().strip()
-    if name == "p.mrk.json":
+    if name.endswith("json"):
         assert json.loads(after) == json.loads(before)
     else:
         number = rb"-?\d+(\.\d+)?\s*"
@@ -93,10 +95,15 @@ def test_landmarks_of_other_programs(tmp_path, name, content):
 @pytest.mark.parametrize("name, content, words", [
     ("p.fcsv", HEADER.format("IJK").encode(), "another coordinate system than RAS and LPS"),
     ("p.fcsv", b"# columns = id,r,a,s\n1,2,3,4\n", "no columns x, y and z"),
-    ("p.fcsv", b"F_1,1,2\n", "line 1: F_1,1,2 has no x, y, z"),
+    ("p.fcsv", b"F_1,1,2\n", "point 1, F_1, 1, 2, has no x, y, z"),
+    ("p.fcsv", b"# columns = label,x,y,z,sel,vis\nC7, 5,10,20,30,1,1\n", "point 1, C7,  5, 10, 20, 30, 1, 1, has no"),
+    ("p.mrk.json", MARKUPS.replace('"defined"', '"undefined"').encode(), "control point 1, nose, has no position"),
+    ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", '""').encode(), "control point 2, chin, has no position"),
+    ("p.mrk.json", MARKUPS.replace('"LPS"', '"LPS", "coordinateUnits": "cm"').encode(), "in cm; export them in mm"),
+    ("p.csv", b"{" + 99 * b"a" + b"\n", "does not name the columns x, y and z"),
     ("p.fcsv", HEADER.format("RAS").encode(), "no landmarks"),
     ("p.mrk.json", b"[]", "not a list of Slicer's control points"),
-    ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", "[]").encode(), "that all have a position"),
+    ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", "[]").encode(), "2, chin, has no position; place it"),
     ("p.mrk.json", MARKUPS.replace("LPS", "IJK").encode(), "not a list of"), ("p.mrk.json", b"{", "not a list of"),
     ("p.vtk", b"# vtk DataFile Version 3.0\nx\nASCII\nDATASET FIELD\n", "not a legacy .vtk file with POINTS"),
     ("p.vtk", ASCII[:-30].encode(), "fewer points than its header says"), ("p.vtk", BINARY[:-60], "fewer points"),

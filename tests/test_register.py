@@ -585,8 +585,10 @@ def test_results_never_take_the_place_of_what_is_read(place, tmp_path, capsys):
     refused(capsys, "points.csv: it is not of an earlier run", *words, "--moving", image(place, "b_0002"))
     (tmp_path / "points.csv").unlink()
     assert run(*words, "--moving", image(place, "b_0002")) == 0
+    kept = [(tmp_path / name).read_bytes() for name in ("results.json", "report.html")]
     again = (*words, "--moving", tmp_path / "warped.nii.gz")
     refused(capsys, "warped.nii.gz: a result with the same name would overwrite this input", *again)
+    assert [(tmp_path / name).read_bytes() for name in ("results.json", "report.html")] == kept
     assert run(*words, "--moving", image(place, "c_0003")) == 0, "a single pair takes the place of another"
 
 

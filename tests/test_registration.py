@@ -249,7 +249,7 @@ def test_a_large_volume_is_refined_on_its_own_grid_if_asked_and_if_memory_allows
     monkeypatch.setattr(grids, "MOST_VOXELS", 3000)
     fixed, moving = two_volumes(0, 1)
     words, own = {"start": "header", "affine": False, "refine": 30}, {"config": {"refine.grid": "own"}}
-    with pytest.warns(UserWarning, match="--set refine.grid=own refines it there, if [0-9]+ GiB are free"):
+    with pytest.warns(UserWarning, match="own .--set refine.grid=own refines it there, with [0-9]+ GiB of free memory"):
         coarse = register(fixed, moving, **words)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -257,9 +257,15 @@ def test_a_large_volume_is_refined_on_its_own_grid_if_asked_and_if_memory_allows
     alike = [np.corrcoef(found.warped.ravel(), fixed[0].ravel())[0, 1] for found in (coarse, fine)]
     assert 1 - alike[1] < 0.6 * (1 - alike[0]) and fine.folding_percent < 0.5
     monkeypatch.setattr(registration, "FINE", 1e12)
-    with pytest.warns(UserWarning, match="fixed has 0 million voxels"):
+    with pytest.warns(UserWarning, match="to its own, since refining it there takes [0-9]+ GiB of free memory"):
         short = register(fixed, moving, **words, **own)
     np.testing.assert_array_equal(short.field, coarse.field)
+    with pytest.warns(UserWarning, match="brought back to its own.$"):
+        register(fixed, moving, **words, **own, similarity="mind")
+    thin = np.zeros_like(fixed[0])
+    thin[10:12] = 1
+    with pytest.raises(InputError, match="fixed: no voxel of the grid .* lies wholly in its mask"):
+        register(fixed, moving, **words, fixed_mask=thin)
 
 
 @pytest.mark.filterwarnings("ignore:fixed has 0 million voxels")

@@ -118,7 +118,7 @@ def test_a_symmetric_volume_is_turned_upright(tmp_path):
         return np.corrcoef(volume.ravel(), volume[::-1].ravel())[0, 1]
 
     assert alike(askew) < 0.9 and alike(upright(askew, affine, "it", "cpu")) > 0.98
-    with pytest.raises(InputError, match="it: --symmetric found no plane"):
+    with pytest.raises(InputError, match="it: --symmetric needs volumes with a left and a right side"):
         upright(np.random.default_rng(0).random((16, 16, 16), np.float32), affine, "it", "cpu")
 
 
