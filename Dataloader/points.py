@@ -80,7 +80,10 @@ def _fcsv(path, content):
         raise InputError(f"{path}: its header names no columns x, y and z, or another coordinate system than RAS and "
                          "LPS; export the points from Slicer again.")
     places = [columns.index(axis) for axis in "xyz"]
-    rows = [row for row in csv.reader(io.StringIO(text[len(head):])) if row]
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text[len(head):])) if row]
+    except csv.Error as error:
+        raise InputError(f"{path}: not a table of points ({error}); export it again.") from None
     points_mm = []
     for number, row in enumerate(rows, 1):
         # Newer versions write more cells than columns, but then the name is not in front of the coordinates.

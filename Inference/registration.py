@@ -258,15 +258,17 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
 # Read: the volumes and the network
 # ---------------------------------------------------------------------------------------------------------------------
 
-def memory_needed(shape, moving_shape, images, inverse):
+def memory_needed(shape, moving_shape, images, inverse, own_grid=False):
     """The most host memory that `register` takes, in bytes, without that of a network.
 
-    images: number on each grid, with masks and channels.
+    images: number on each grid, with masks and channels. own_grid: whether large volumes are refined on their own.
     """
     fixed, moving = math.prod(shape), math.prod(moving_shape)
     fixed_part, moving_part = (min(voxels, grids.MOST_VOXELS) for voxels in (fixed, moving))
-    return int(PROGRAM + READ * images * (fixed + moving) + WRITTEN * fixed + INVERSE * moving * inverse
-               + AT_ONCE * fixed_part + (AT_ONCE_MOVING + AT_ONCE_INVERSE * inverse) * moving_part)
+    whole = (WRITTEN * fixed + INVERSE * moving * inverse + AT_ONCE * fixed_part
+             + (AT_ONCE_MOVING + AT_ONCE_INVERSE * inverse) * moving_part)
+    fine = fine_bytes(fixed, images) if own_grid and fixed > grids.MOST_VOXELS else 0
+    return int(PROGRAM + READ * images * (fixed + moving) + max(whole, fine))
 
 
 def require_memory(fixed, moving, images, inverse):
@@ -603,7 +605,7 @@ def at_full_resolution(solution, fixed, moving, refine, cfg, device, progress):
     """
     placed, free = solution.placed, memory.measure(torch.device("cpu"))["host_free"]
     if (not is_coarser(placed.work_affine, fixed) or not is_comparable_in_slabs(solution)
-            or free is not None and free < fine_bytes(fixed)):
+            or free is not None and free < fine_bytes(fixed.array.size, 1 + len(fixed.channels))):
         return solution
     fine = align(fixed, moving, False, placed.matrix, cfg, device, most=math.inf)
     size = np.array(fine.pair["fixed"].shape[1:])
@@ -637,9 +639,9 @@ def mean_spacing_mm(affine, dims):
     return float(np.exp(np.log(np.linalg.norm(affine[:3, :dims], axis=0)).mean()))
 
 
-def fine_bytes(fixed):
-    """The memory in bytes that `at_full_resolution` takes beside both volumes."""
-    return FINE * (1 + len(fixed.channels)) * fixed.array.size + AT_ONCE * grids.MOST_VOXELS
+def fine_bytes(voxels, images):
+    """The memory in bytes that `at_full_resolution` takes beside both volumes: voxels and images of the fixed grid."""
+    return FINE * images * voxels + AT_ONCE * grids.MOST_VOXELS
 
 
 def _on_device(pair, device):
@@ -664,10 +666,10 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
         sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % of the field of view of {fixed.name}: "
                          f"{advice}.")
     if fixed.array.size > grids.MOST_VOXELS and is_coarser(work_affine, fixed):
-        takes, advice = f"{math.ceil(fine_bytes(fixed) / 2 ** 30)} GiB of free memory", ""
-        if is_comparable_in_slabs(solution):
-            advice = f", since refining it there takes {takes}" if cfg["refine.grid"] == "own" else (
-                f" (--set refine.grid=own refines it there, with {takes})")
+        advice, gib = "", math.ceil(fine_bytes(fixed.array.size, 1 + len(fixed.channels)) / 2 ** 30)
+        if solution.smoothing is not None and is_comparable_in_slabs(solution):
+            advice = (f", since refining it there takes {gib} GiB of free memory" if cfg["refine.grid"] == "own" else
+                      f" (--set refine.grid=own refines it there, with {gib} GiB of free memory)")
         sentences.append(f"{fixed.name} has {fixed.array.size / 1e6:.0f} million voxels: the field is found on a grid "
                          f"of {mean_spacing_mm(work_affine, fixed.array.ndim):.3g} mm and brought back to its "
                          f"own{advice}.")

@@ -100,6 +100,7 @@ def test_landmarks_of_other_programs(tmp_path, name, content):
     ("p.mrk.json", MARKUPS.replace('"defined"', '"undefined"').encode(), "control point 1, nose, has no position"),
     ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", '""').encode(), "control point 2, chin, has no position"),
     ("p.mrk.json", MARKUPS.replace('"LPS"', '"LPS", "coordinateUnits": "cm"').encode(), "in cm; export them in mm"),
+    ("p.fcsv", b'"' + 200_000 * b"a", "not a table of points"),
     ("p.csv", b"{" + 99 * b"a" + b"\n", "does not name the columns x, y and z"),
     ("p.fcsv", HEADER.format("RAS").encode(), "no landmarks"),
     ("p.mrk.json", b"[]", "not a list of Slicer's control points"),
