@@ -49,11 +49,12 @@ def parse_arguments(argv=None):
     parser.add_argument("--moving-channels", nargs="+", default=[], metavar="FILE",
                         help="further channels of the moving volume, in the same order; they are warped too")
     parser.add_argument("--points", help="landmarks of the fixed volume to transform into the moving volume: a "
-                        "table (x,y,z in mm, RAS), .fcsv, .mrk.json or .vtk")
+                        "table (x,y,z in mm, RAS), .fcsv, .mrk.json, .json or .vtk")
     parser.add_argument("--moving-points", help="the same landmarks in the moving volume, to score the registration")
     parser.add_argument("--pairs", metavar="LIST", help=".csv table or .json list with fixed, moving, fixed_label, "
-                        "moving_label, fixed_mask, moving_mask, fixed_channel_2, ..., points, name, or a Learn2Reg "
-                        "file; paths are relative to it. With --fixed it may be a folder, as with --moving FOLDER")
+                        "moving_label, fixed_mask, moving_mask, fixed_channel_2, moving_channel_2, ..., points, "
+                        "moving_points, name, or a Learn2Reg file; paths are relative to it. With --fixed it may be a "
+                        "folder, as with --moving FOLDER")
     parser.add_argument("--list", metavar="KEY", help="which list in that file, such as registration_val")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of pairs to register at a time, "
                         "each in its own process (%(default)s)")
@@ -79,7 +80,7 @@ def parse_arguments(argv=None):
                         ".txt, .tfm), FSL (.mat) or FreeSurfer (.lta), or a field from fixed to moving (.nii.gz, .h5)")
     parser.add_argument("--also", nargs="+", default=[], choices=ALSO, help="write files for other programs too: h5 "
                         "(the field as a transform), mat (the affine alignment), the warped volumes as nrrd, mha, "
-                        "mgz, or all under the names of BIDS derivatives (bids), in OUT/bids")
+                        "mgz, or copies of warped volumes, labels and transforms under BIDS names, in OUT/bids (bids)")
     parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are warped: smooth (each one "
                         "slightly smoothed and sampled linearly, the largest wins) or nearest, the label of the "
                         "nearest voxel (%(default)s)")

@@ -12,9 +12,9 @@ segment: label volumes with the help of a few labelled ones. template: build the
 map where each subject is larger or smaller than the template, or a later scan than an earlier one. qc: show all results
 on one page, with verdicts and outliers. motion: align the frames of a 4D series. plan: write a training config and
 estimate its memory and hours. Volumes are given as files, a folder, a .csv or .json list or a pattern. Every subcommand
-resumes an earlier run with the same options, processes --workers subjects at a time, skips and names what it cannot
-read, and ends with a page and one line of JSON. Exit codes: 0 done, 43 bad input, with --strict also if a subject was
-left out or failed.
+but plan resumes an earlier run with the same options, processes --workers subjects at a time, skips and names what it
+cannot read, and ends with a page and one line of JSON. Exit codes: 0 done, 43 bad input, with --strict also if a
+subject was left out or failed.
 """
 from Runtime import __version__  # first: an outdated Python stops here with one sentence
 
@@ -86,8 +86,8 @@ def parse_arguments(argv=None):
         task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
                           "deformation (%(default)s)")
     for task in (segment, template, motion):
-        task.add_argument("--bids", action="store_true", help="the results also under the names of BIDS derivatives, "
-                          "in OUT/bids")
+        task.add_argument("--bids", action="store_true", help="also copy the results to OUT/bids, under the names of "
+                          "BIDS derivatives")
     for task in (segment, template, jacobian, motion):
         task.add_argument("--similarity", choices=SIMILARITIES, help="how volumes are compared: correlation; for two "
                           "modalities mapped or mind; auto decides from each pair (as in the config, which has auto)")

@@ -11,7 +11,8 @@ deformation are then combined into one field on the fixed volume's own grid,
 by which the moving file is interpolated once: warped(x) = moving(A_moving^-1 A_fixed (x + d(x))).
 
 With a network the working grid is its training grid; with refine.grid "own" its field is then refined on a second grid,
-with voxels as large as those of the fixed volume. Without a network the second grid is the only one.
+with voxels as large as those of the fixed volume. Without a network the second grid is the only one, and has larger
+voxels if there would be more than MOST_VOXELS; "own" then refines the field further, slab by slab.
 """
 import dataclasses
 import math

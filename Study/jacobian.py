@@ -247,7 +247,7 @@ def write_maps_page(out, rows, failed, args):
     sections = []
     if lines:
         head = [what, "label", "change, %", "without the affine part, %", "voxels"]
-        sections.append(("Labels", table_html(head, lines, "Mean change of volume. Click on a heading to sort.",
+        sections.append(("Labels", table_html(head, lines, "Change of volume. Click on a heading to sort.",
                                               [None, None, ".2f", ".2f", None])))
     sections.append(("Maps", f"<p>Red: larger, blue: smaller. The colour is full where the volume is "
                      f"{100 * np.expm1(SHOWN):.0f} % larger or {-100 * np.expm1(-SHOWN):.0f} % smaller.</p>\n"

@@ -1,4 +1,4 @@
-"""All results of a study at a glance: one page and one table, whatever program made them.
+"""All results of a study at a glance: one page and one table, of registrations, templates and segmentations.
 
 Every row is judged again among all the others. A number is an outlier if it is more than OUTLIER robust standard
 deviations (1.48 median absolute deviations) from the median, on its bad side.
