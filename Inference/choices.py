@@ -2,11 +2,13 @@
 import glob
 import os
 
+from Runtime.config import KEYS
+
 STEPS = 100  # of refinement; after 25 at each of three resolutions the similarity hardly grows
 STEPS_CONTINUED = 33  # of refinement that continues another registration, at the finest resolution only
 AFFINES = ("rigid", "affine")
 STARTS = ("auto", "header", "centre")
-SIMILARITIES = ("auto", "correlation", "mapped", "mind")
+SIMILARITIES = tuple(KEYS["registration.similarity"][1])
 LABELS = ("smooth", "nearest")  # ways to carry label maps
 ALSO = ("h5", "mat", "nrrd", "mha", "mgz", "bids")  # what is written for other programs on request
 

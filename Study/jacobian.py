@@ -99,25 +99,32 @@ def map_subject(out, smooth_mm, rows, entry, folder, earlier):
         labels, own = read_label(entry["labels"], dims)
         require_same_grid(f"{entry['labels']}: the label map", labels.shape, own, entry["fixed"], grid.shape, affine,
                           "give one on the template's grid")
-    return finish(out, folder, entry, {"fixed": str(entry["fixed"])}, maps, affine, labels, smooth_mm, [])
+    maps, paths = write_maps(folder, maps, affine, smooth_mm)
+    row = {"name": entry["name"], "folder": str(folder), "fixed": str(entry["fixed"]),
+           "labels": changes_of(labels, maps)}
+    return finished_row(row, entry, out, paths)
 
 
-def finish(out, folder, entry, result, maps, affine, labels, smooth_mm, paths, before=None):
-    """Write two maps on a grid, and return the row with the change of each label.
-
-    paths: files written before. before: determinants, (*size), of the map from the grid to where volumes were before
-    the change; None for 1 everywhere. A voxel weighs as much as it took up then, so that the mean change is the ratio
-    of a label's two volumes. These depend on its border alone: noise of the map inside does not raise the mean.
-    """
-    dims = maps[0].ndim
+def write_maps(folder, maps, affine, smooth_mm):
+    """Smooth two maps on a grid and write them. Returns: the smoothed maps and the Paths of the files."""
     if smooth_mm:
-        sigma = smooth_mm / np.linalg.norm(affine[:3, :dims], axis=0)
+        sigma = smooth_mm / np.linalg.norm(affine[:3, :maps[0].ndim], axis=0)
         maps = [ndimage.gaussian_filter(each, sigma, mode="nearest") for each in maps]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, each in zip((WHOLE, LOCAL), maps):
-        (folder / name).unlink(missing_ok=True)
-        write_volume(folder / name, each, affine)
-        paths = [*paths, folder / name]
+    paths = [folder / WHOLE, folder / LOCAL]
+    for path, each in zip(paths, maps):
+        path.unlink(missing_ok=True)
+        write_volume(path, each, affine)
+    return maps, paths
+
+
+def changes_of(labels, maps, before=None):
+    """The change of each label: {its value, as a text: a dict}; {} without labels. labels: on the grid of the maps.
+
+    before: determinants, (*size), of the map from the grid to where volumes were before the change; None for 1
+    everywhere. A voxel weighs as much as it took up then, so that the mean change is the ratio of a label's two
+    volumes. These depend on its border alone: noise of the map inside does not raise the mean.
+    """
     changes = {}
     for value in [] if labels is None else [int(value) for value in np.unique(labels) if value]:
         inside = labels == value
@@ -125,7 +132,7 @@ def finish(out, folder, entry, result, maps, affine, labels, smooth_mm, paths, b
         changes[str(value)] = {"voxels": int(inside.sum()), "change_percent": percent(maps[0][inside], weights),
                                "change_without_affine_percent": percent(maps[1][inside], weights),
                                "mean_log": float(maps[0][inside].mean())}
-    return finished_row({"name": entry["name"], "folder": str(folder), **result, "labels": changes}, entry, out, paths)
+    return changes
 
 
 def percent(logs, weights=None):
@@ -179,13 +186,14 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
         require_same_grid(f"{entry['labels']}: the label map", label.shape, own, scans[0].name, scans[0].array.shape,
                           scans[0].affine, "give one of the first scan")
         labels = apply_label(label, own, then_affine(behind, in_voxels(to_scan[0], affine))[0].numpy(), affine)
-    folder.mkdir(parents=True, exist_ok=True)
+    maps, paths = write_maps(folder, maps, affine, smooth_mm)
     write_volume(folder / MIDDLE, 0.5 * sum(in_unit_range(image) for image in seen), affine)
     worst = max(founds, key=lambda found: (VERDICTS.index(found.verdict), -found.similarity))
     verdict, reason = max((worst.verdict, worst.reason), judge({**scores_of(worst), "one_sign": ways[0].one_sign}),
                           key=lambda each: VERDICTS.index(each[0]))
-    result = {**scores_of(worst), "verdict": verdict, "reason": reason}
-    return finish(out, folder, entry, result, maps, affine, labels, smooth_mm, [folder / MIDDLE], np.exp(before))
+    row = {"name": entry["name"], "folder": str(folder), **scores_of(worst), "verdict": verdict, "reason": reason,
+           "labels": changes_of(labels, maps, np.exp(before))}
+    return finished_row(row, entry, out, [*paths, folder / MIDDLE])
 
 
 def middle_grid(scans, to_scan):
