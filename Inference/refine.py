@@ -181,7 +181,7 @@ def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
         to_control = [onto_control_grid(n, c, cfg["refine.smooth"] * r, device)
                       for n, c, r in zip(size, control, ratio)]
         spread = [gaussian(c, weight ** 0.5 * r, device) for c, r in zip(control, ratio)]
-        parts = slabs(size)
+        parts, lines = slabs(size), torch.eye(size[0], device=device) if to_control[0] is None else to_control[0]
         statistics = None
         if len(parts) == 1 and small["moving_mask"] is None and cfg["registration.similarity"] not in OF_TWO_MODALITIES:
             statistics = window_statistics(small["fixed"][:, :small["compared"]], cfg["refine.window"],
@@ -192,7 +192,7 @@ def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
                 step = along_axes(force(warped, counted, small, statistics, cfg), to_control)
             else:  # the first axis last: along it a slab becomes as long as the whole
                 step = sum(product_along(along_axes(force_in_slab(small, field, slab, cfg), [None, *to_control[1:]]),
-                                         to_control[0][:, slab], 2) for slab in parts)
+                                         lines[:, slab], 2) for slab in parts)
             longest = step.square().sum(1).max().sqrt().clamp(min=1e-20)
             step = step * (side_lengths(ratio, device) * (cfg["refine.step"] / longest))
             field = along_axes(compose(first=field, then=step), spread)

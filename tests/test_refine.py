@@ -205,14 +205,14 @@ def test_steps_are_divided_among_the_levels():
     assert level_steps((4, 4, 4), 3, cfg) == [(1, 3)]
 
 
-@pytest.mark.parametrize("dims, masked", [(3, False), (3, True), (2, False)])
-def test_slab_by_slab_is_the_same(monkeypatch, dims, masked):
+@pytest.mark.parametrize("dims, masked, smooth", [(3, False, 1.5), (3, True, 1.5), (2, False, 0.0)])
+def test_slab_by_slab_is_the_same(monkeypatch, dims, masked, smooth):
     """Up to rounding: sums over slabs are sums over the whole, and the planes beside a slab belong to its windows."""
     moving, fixed, _ = pair(dims)
     both = unmasked(moving, fixed)
     if masked:
         both.update({f"{side}_mask": (image > 0.05).float() for side, image in (("moving", moving), ("fixed", fixed))})
-    cfg = config(model__dims=dims, refine__weight=0.5, refine__levels=1)
+    cfg = config(model__dims=dims, refine__weight=0.5, refine__levels=1, refine__smooth=smooth)
     whole, _ = refine(both, None, 6, cfg)
     monkeypatch.setattr(grids, "MOST_VOXELS", 7 * fixed[0, 0, 0].numel())
     assert len(grids.slabs(fixed.shape[2:])) > 2
