@@ -53,7 +53,7 @@ def targets(row):
     source = Path(row[key])
     entities, suffix = split_name(source, DESCRIPTION if key == "series" else ENTITIES)  # it stays in its space
     session = re.search(r"_(ses-[A-Za-z0-9]+)", entities)
-    kind = source.parent.name if source.parent.name in KINDS else {"series": "func"}.get(key, "anat")
+    kind = source.parent.name if source.parent.name in KINDS else "func" if key == "series" else "anat"
     folder = Path(entities.split("_")[0], session[1] if session else "", kind)
     space = re.sub(r"[^A-Za-z0-9]", "", volume_id(row["fixed"])) if "fixed" in row else ""
     return {name: folder / f"{entities}_{ending.format(space=space, suffix=suffix)}"
@@ -99,9 +99,8 @@ def write_bids(out, series=None):
     series: the path of the series, if the folder is of `motion`, whose rows are blocks of frames.
     """
     out = Path(out)
-    rows = [{"name": "series", "series": os.path.abspath(series or ""), "folder": "."}]
-    if not series:
-        rows = read_json(out / "results.json")["pairs"]
+    rows = [{"name": "series", "series": os.path.abspath(series), "folder": "."}] if series else (
+        read_json(out / "results.json")["pairs"])
     require_own_names(rows)
     about = {"Name": "OmniMorph", "BIDSVersion": "1.10.0", "DatasetType": "derivative",
              "GeneratedBy": [{"Name": "OmniMorph", "Version": __version__}]}

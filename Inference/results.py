@@ -34,7 +34,7 @@ OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_fiel
            *(f"warped_channel_{number}.nii.gz" for number in range(2, MOST_CHANNELS + 1)))  # of a pair, in its folder
 # Names in the folder of results that no input file may have, whatever outputs are requested.
 RESERVED = (r"(warped.*|field|inverse_field|jacobian|segmented_fixed|segmented_moving)\.(nii|nii\.gz|nrrd|mha|mgz|h5)$"
-            r"|points\.(csv|fcsv|(mrk\.)?json|vtk)$|affine\.mat$")
+            rf"|({'|'.join(map(re.escape, points.WRITTEN))}|affine\.mat)$")
 PARTS = "parts"  # folder of the results of parts of a list
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 

@@ -101,7 +101,7 @@ def test_the_middle_of_subjects_and_their_mirror_images_is_the_middle_of_both_gr
     assert half["left"] < 0.02 and float(half["way"].abs().max()) > 1
 
 
-def test_a_symmetric_volume_is_turned_upright(tmp_path):
+def test_a_symmetric_volume_is_turned_upright():
     image = make_subject(0, (32, 30, 28))["image"]
     image = (image + image[::-1]) / 2
     affine = tilted_affine()
