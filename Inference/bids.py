@@ -31,6 +31,18 @@ OF_A_PAIR = {"warped.nii.gz": "space-{space}_{suffix}.nii.gz", "warped_label.nii
 OF_A_SEGMENTATION = {"label.nii.gz": "desc-omnimorph_dseg.nii.gz"}
 OF_A_SERIES = {"aligned.nii.gz": "desc-aligned_{suffix}.nii.gz", "motion.tsv": "desc-motion_timeseries.tsv",
                "reference.nii.gz": "desc-reference_{suffix}ref.nii.gz"}
+# Columns of motion.tsv: what the sidecar says about them.
+COLUMNS = {"frame": {"Description": "number of the frame in the source, from 0"},
+           **{f"trans_{axis}": {"Description": f"shift of the centre of the volume along {axis} (RAS) from the "
+                                               "reference to the frame", "Units": "mm"} for axis in "xyz"},
+           **{f"rot_{axis}": {"Description": f"rotation around {axis} from the reference to the frame, of Rz Ry Rx",
+                              "Units": "rad"} for axis in "xyz"},
+           "framewise_displacement": {"Description": "sum of the absolute changes of the six parameters since the "
+                                                     "last frame, rotations on a sphere of 50 mm", "Units": "mm"},
+           "similarity_before": {"Description": "similarity of frame and reference before the alignment, at most 1"},
+           "similarity": {"Description": "similarity of frame and reference after the alignment, at most 1"},
+           "verdict": {"Description": "whether the alignment of the frame is trusted",
+                       "Levels": {"ok": "yes", "doubtful": "look at it", "failed": "no"}}}
 DESCRIPTION = re.compile(r"_desc-[A-Za-z0-9]+")
 SOURCES = {"image": OF_A_SEGMENTATION, "series": OF_A_SERIES, "moving": OF_A_PAIR}
 
@@ -119,6 +131,7 @@ def write_bids(out, series=None):
             if path.name == "aligned.nii.gz":  # with the times of the frames, which are those of its source
                 with contextlib.suppress(OSError, ValueError, TypeError):
                     sidecar = {**json.loads(sidecar_of(Path(row["series"])).read_text()), **sidecar}
+            sidecar |= COLUMNS if path.suffix == ".tsv" else {}
             target.parent.mkdir(parents=True, exist_ok=True)
             write_file(target, path.read_bytes())
             write_file(sidecar_of(target), json.dumps(sidecar, indent=1) + "\n")

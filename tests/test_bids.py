@@ -69,7 +69,9 @@ def test_an_aligned_series(study):
     assert files(out / "bids") == sorted(["dataset_description.json", *(f"{name}-{end}" for end in ends),
                                           *(f"{name}-{end.split('.')[0]}.json" for end in ends)])
     assert (out / f"bids/{name}-{ends[1]}").read_bytes() == (out / "motion.tsv").read_bytes()
-    assert json.loads((out / f"bids/{name}-motion_timeseries.json").read_text()) == {"Sources": [str(path)]}
+    about = json.loads((out / f"bids/{name}-motion_timeseries.json").read_text())
+    columns = (out / f"bids/{name}-motion_timeseries.tsv").read_text().splitlines()[0].split("\t")
+    assert about.pop("Sources") == [str(path)] and list(about) == columns
     assert json.loads((out / f"bids/{name}-aligned_bold.json").read_text())["RepetitionTime"] == 2.5
     assert OM_study.main(words) == 0 and files(out / "bids") == ["dataset_description.json"], "those of the last run"
 
