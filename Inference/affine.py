@@ -54,7 +54,10 @@ OTHER_SIZE = 1.5  # ratio of sizes above which the moments are trusted instead o
 APART = 4  # voxels of the coarsest level; two maps further apart count as different answers
 MOST_BINS = 32  # of the joint histogram; small volumes get fewer, because their voxels would not fill it
 NEAR = 75.0  # degrees; a map that turns less from the headers agrees with their orientation
-LEAP = 0.2  # a map that turns further must close this share of the best near map's gap to perfect similarity
+# A map that turns further must close this share of the best near map's gap to perfect similarity; one that turns less,
+# a part of it that grows with the square of the turn.
+LEAP = 0.2
+USUAL = 30.0  # degrees, the turn of a patient in the scanner; no map is dropped for less
 # The same for any map against the best start, by the similarity of structures, if two modalities are suspected. True
 # maps far from the headers close 0.6 to 0.86 of the gap, wrong ones up to 0.31.
 LEAP_OF_TWO = 0.45
@@ -379,18 +382,16 @@ def _search(levels, starts, shapes, kind, stages, finest):
         if (measure, level["spacing_mm"]) in done:
             continue  # a small volume may have equal levels; the best map is already optimised at this one
         best = _best(candidates, count, level, measure)
-        if runner_up is None and not _near(best, header, level) and (usual := _near(candidates, header, level)):
-            best = [*best, *_best(usual, 1, level, measure)]
+        if runner_up is None and min(_turns(best, header, level)) >= NEAR:
+            near = [candidate for candidate, turn in zip(candidates, _turns(candidates, header, level)) if turn < NEAR]
+            best = [*best, *_best(near, 1, level, measure)] if near else best
         candidates = [_optimise(start, parameters, level, measure, iterations) for start, parameters in best]
         if count == 1:
             done.add((measure, level["spacing_mm"]))
         if runner_up is None:
             scores = [score for score, _ in _ranked(candidates, level, measure, APART * levels[0]["spacing_mm"])]
             runner_up = scores[1] / max(scores[0], 1e-6) if len(scores) > 1 else 0.0
-            # Many organs look about the same after half a turn, and headers are usually right.
-            if near := _near(candidates, header, level):
-                of_near = max(_scores(near, level, measure))
-                candidates = near if scores[0] - of_near < LEAP * (1.0 - of_near) else candidates
+            candidates = _worth_their_turn(candidates, header, level, measure)
     (start, parameters), = _best(candidates, 1, level, measure)
     found = _matrix(start, parameters, level)[0]
     # Both over the same voxels of the fixed grid; a voxel that maps outside the moving volume counts as 0.
@@ -526,19 +527,29 @@ def _distinct(maps, count, level, distance_mm):
     return chosen
 
 
-def _near(candidates, header, level):
-    """The (start, parameters) whose maps turn by less than NEAR from the headers' map, (N, N + 1)."""
+def _worth_their_turn(candidates, header, level, similarity):
+    """Those of the (start, parameters) that turn no further from the headers' map than their similarity is worth.
+
+    Many organs look about the same after a turn, and headers are usually right.
+    """
+    turns, scores = _turns(candidates, header, level), _scores(candidates, level, similarity)
+    missing = [(1.0 - score) / (1.0 - LEAP * min(1.0, turn / NEAR) ** 2) for score, turn in zip(scores, turns)]
+    furthest = max(turns[int(np.argmin(missing))], USUAL)
+    return [candidate for candidate, turn in zip(candidates, turns) if turn <= furthest]
+
+
+def _turns(candidates, header, level):
+    """By how many degrees the maps of some (start, parameters) turn from the headers' map, (N, N + 1)."""
     dims = len(header)
     back = torch.linalg.inv(header[:, :dims])
-    return [(start, parameters) for start, parameters in candidates
-            if _turns_little((_matrix(start, parameters, level)[0][:, :dims] @ back).numpy())]
+    return [_turn((_matrix(*candidate, level)[0][:, :dims] @ back).numpy()) for candidate in candidates]
 
 
-def _turns_little(change):
-    """Whether a linear map (N, N) turns by less than NEAR degrees."""
+def _turn(change):
+    """The angle of the rotation in a linear map (N, N), in degrees; 90 or more for one that mirrors."""
     left, _, right = np.linalg.svd(change)
     trace = np.trace(left @ right)
-    return ((trace - 1) / 2 if len(change) == 3 else trace / 2) > np.cos(np.radians(NEAR))
+    return float(np.degrees(np.arccos(np.clip((trace - 1) / 2 if len(change) == 3 else trace / 2, -1.0, 1.0))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -564,7 +575,7 @@ def _leads_astray(found, starts):
     dims = len(starts[0])
     change = found[0][:, :dims].numpy() @ np.linalg.inv(starts[0][:, :dims])
     sizes = np.linalg.svd(change)[1]
-    if _turns_little(change) and sizes.max() <= OTHER_SIZE and sizes.min() >= 1 / OTHER_SIZE:
+    if _turn(change) < NEAR and sizes.max() <= OTHER_SIZE and sizes.min() >= 1 / OTHER_SIZE:
         return False
     of_starts, (of_found,) = _structures_alike([found], starts)
     return of_found - max(of_starts) < LEAP_OF_TWO * (1.0 - max(of_starts))
