@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -303,6 +304,22 @@ def test_lost_manifest_is_rebuilt_from_the_files_that_load(run, content):
     (run / "manifest.json").unlink()
     save_epochs(run, 5)
     assert {*after, name(5)} == set(json.loads((run / "manifest.json").read_text())["checkpoints"])
+
+
+def test_a_disk_that_fails_once_loses_no_checkpoint_from_a_rebuilt_manifest(run, monkeypatch):
+    save_epochs(run, 1, 2)
+    (run / "manifest.json").unlink()
+    faults = [OSError(errno.EIO, "Input/output error")]
+    real = zipfile.ZipFile
+
+    def opened(path, *args):
+        if str(path).endswith(name(2)) and faults:
+            raise faults.pop()
+        return real(path, *args)
+
+    monkeypatch.setattr(checkpoint.zipfile, "ZipFile", opened)
+    assert checkpoint.newest(run, patience_s=20) == name(2) and not faults
+    assert set(json.loads((run / "manifest.json").read_text())["checkpoints"]) == {name(1), name(2)}
 
 
 @pytest.mark.parametrize("fault, expected", [
