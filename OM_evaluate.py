@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from Dataloader.datalist import read_json
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import read_field, read_label
 from Dataloader.points import read_points
@@ -132,10 +133,10 @@ def write_scores(folder, scores, failed):
     """
     columns = spread(scores, COLUMNS)
     means = {column: mean for column, (mean, _, _) in columns.items()}
-    write_file(folder / "scores.csv", scores_csv(scores, COLUMNS))
     content = {"pairs": scores, "failed": failed, "mean": means}
     plain = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
-    write_file(folder / "scores.json", json.dumps(plain, indent=1) + "\n")
+    write_file(folder / "scores.json", json.dumps(plain, indent=1) + "\n")  # first: it tells whose the others are
+    write_file(folder / "scores.csv", scores_csv(scores, COLUMNS))
     header, formats = ["pair", *map(heading, columns)], [None, *[COLUMNS[column] for column in columns]]
     rows, worst_first = ([[score["name"], *[score.get(column) for column in columns]] for score in ordered]
                          for ordered in (scores, sorted(scores, key=lambda score: score.get("dice") or 0.0)))
@@ -153,9 +154,19 @@ def write_scores(folder, scores, failed):
     print(json.dumps({column: round(mean, 5) for column, mean in means.items()}))
 
 
+def require_own_scores(folder):
+    """Raise InputError if scores in a folder would replace files that are not of an earlier run."""
+    taken = next((path for name in ("json", "csv", "html") if (path := folder / f"scores.{name}").exists()), None)
+    earlier = read_json(taken) if taken and taken.suffix == ".json" else None
+    if taken and not (isinstance(earlier, dict) and {"pairs", "failed", "mean"} == set(earlier)):
+        raise InputError(f"{taken}: it is not of an earlier run, and the scores would replace it; choose another "
+                         "--out.")
+
+
 def score_all(args):
     """Score one pair or a list, and write the scores. Returns the exit code."""
     pairs, dims = asked_pairs(args)
+    require_own_scores(Path(args.out))
     scores, failed = [], []
     with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
         for pair in bar:

@@ -21,6 +21,7 @@ from Runtime import __version__  # first: an outdated Python stops here with one
 # isort: split
 import argparse
 import importlib
+import math
 import sys
 
 from Inference.choices import LABELS, SIMILARITIES
@@ -130,9 +131,9 @@ def add_images(task, purpose):
 def run(args):
     """Run the command line. Returns the exit code."""
     least = {"workers": 1, "rounds": 1, "spacing": 0, "sharpen": 0, "smooth": 0, "most": 0}
-    wrong = next((name for name, number in least.items() if getattr(args, name, number) < number), None)
+    wrong = next((name for name, number in least.items() if not number <= getattr(args, name, number) < math.inf), None)
     if wrong:
-        raise InputError(f"--{wrong} {getattr(args, wrong)}: it must be {least[wrong]} or more.")
+        raise InputError(f"--{wrong} {getattr(args, wrong)}: it must be a number of {least[wrong]} or more.")
     home = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." if installed
     file = "atlases" if args.task == "segment" else args.task
     module = importlib.import_module(f"{home}Study.{file}")  # only now: importing torch takes seconds

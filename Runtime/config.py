@@ -245,7 +245,7 @@ def check_together(cfg, path):
         raise InputError(f"{path}: diffusion.grids ends with {grids[-1]}, finer than the image of {size} voxels can "
                          f"show; use smaller grids, for example {sorted({4, min(size) // 8 * 4 or 4})}.")
     for key, such in (("data.percentiles", "[0.5, 99.5]"), ("data.window", "[-1000, 500], or [0, 0]")):
-        if len(cfg[key]) != 2 or (cfg[key][0] >= cfg[key][1] and cfg[key] != [0, 0]):
+        if len(cfg[key]) != 2 or (cfg[key][0] >= cfg[key][1] and (key, cfg[key]) != ("data.window", [0, 0])):
             raise InputError(f"{path}: {key} must be two rising numbers such as {such}, not {cfg[key]}.")
     for key in ("registration.window", "refine.window"):
         if cfg[key] % 2 == 0:

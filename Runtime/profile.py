@@ -4,6 +4,7 @@ Rank 0 writes `<run>/profile/step<START>.trace.json.gz`, which https://ui.perfet
 `<run>/profile/step<START>.json`, which the report of the run shows. Steps are counted from the beginning of the run.
 """
 import json
+import math
 import re
 import sys
 
@@ -52,6 +53,8 @@ def profile_step(profile, step):
         return False
     if profile["running"] is None and profile["first"] <= step <= profile["last"]:
         profile["running"] = start_profiler(profile["device"]) if profile["rank"] == 0 else "elsewhere"
+    elif profile["running"] is None and step == math.inf and profile["rank"] == 0:
+        print(f"--profile: this launch ended before step {profile['first']}, so nothing was profiled", file=sys.stderr)
     elif profile["running"] is not None and step > profile["last"]:
         watchdog.phase("profile")
         if profile["rank"] == 0:

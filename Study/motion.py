@@ -116,10 +116,10 @@ def blocks_of(rows):
 
 
 def mean_of(rows):
-    """The mean of all aligned frames, (D, H, W) float32."""
-    total = sum(np.asarray(block, np.float64).sum(-1) for block in blocks_of(rows))
-    count = sum(frame["matrix"] is not None for row in rows for frame in row["frames"])
-    return (total / max(count, 1)).astype(np.float32)
+    """The mean of all frames that are aligned, (D, H, W) float32."""
+    good = [[frame["verdict"] != "failed" for frame in row["frames"]] for row in rows]
+    total = sum(np.asarray(block, np.float64).sum(-1, where=which) for block, which in zip(blocks_of(rows), good))
+    return (total / max(sum(map(sum, good)), 1)).astype(np.float32)
 
 
 def join(out, rows, series, shape, affine):
@@ -171,7 +171,7 @@ def write_motion_page(out, rows, table, failed, affine, args):
               row["similarity_before"], row["similarity"], row["verdict"]] for row in table]
     reference = read_numbers(out / "reference.nii.gz", 3)[0]
     series = np.asanyarray(open_nifti(out / "aligned.nii.gz").dataobj)
-    good = np.array([row["similarity"] is not None for row in table])  # the others are empty
+    good = np.array([row["verdict"] != "failed" for row in table])
     pictures = [("reference", thumbnail(reference, affine), "reference", ""),
                 ("mean", thumbnail(series.mean(-1, where=good), affine), "mean of the aligned frames", ""),
                 ("spread", thumbnail(series.std(-1, where=good), affine),

@@ -96,12 +96,14 @@ def choose(seen, args, device, out):
         cost = dry_run(out, device)
         need = cost["step_memory_bytes"].get(device.type, cost["step_memory_bytes"]["cpu"])
         room = ROOM * (cost["free_bytes"] or (total_memory() if device.type == "cpu" else math.inf))
-        if need <= room or max(size) <= 2 * multiple:
+        fits = need <= room and cost["fits"] is not False  # a step is tried too: it may need more than estimated
+        if fits or max(size) <= 2 * multiple:
             break
         spacing *= 1.15
-    if need > room:
-        raise InputError(f"{args.data}: a step needs {need / 2 ** 30:.1f} GiB even at {spacing:.3g} mm, but only "
-                         f"{room / 2 ** 30:.1f} are free on {device}; train on a machine with more memory.")
+    if not fits:
+        raise InputError(f"{args.data}: a training step does not fit into the memory of {device} even at "
+                         f"{spacing:.3g} mm (estimated at {need / 2 ** 30:.1f} GiB, {room / 2 ** 30:.1f} are free); "
+                         "train on a machine with more memory.")
     epochs = -(-steps // cost["steps_per_epoch"])
     write_config(out, args, base, size, spacing, len(seen), epochs)
     step_s, steps = cost["step_seconds"], epochs * cost["steps_per_epoch"]

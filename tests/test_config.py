@@ -142,6 +142,7 @@ def test_overrides_are_converted(override, value):
     ("data.batchsise=4", ["data.batchsise", "data.batchsize"]),
     ("data.window=[500, -1000]", ["data.window", "two rising numbers", "[500.0, -1000.0]"]),
     ("data.percentiles=[1]", ["data.percentiles", "two rising numbers such as [0.5, 99.5], not [1.0]"]),
+    ("data.percentiles=[0, 0]", ["data.percentiles", "two rising numbers such as [0.5, 99.5], not [0.0, 0.0]"]),
     ("data.percentiles=[1, 101]", ["data.percentiles", "between 0 and 100"]),
     ("data.percentiles=1", ["data.percentiles", "a list of numbers"]),
     ("optim.lr", ["key=value"]),

@@ -127,6 +127,15 @@ def test_a_bad_pair_of_a_list_is_named_and_the_others_are_scored(pair, capsys):
     assert found["failed"][0]["name"] == "NaN lost" and "Not scored" in (pair / "out/scores.html").read_text()
 
 
+@pytest.mark.parametrize("name, content", [("scores.csv", "mine"), ("scores.json", '{"mine": 1}')])
+def test_files_of_the_users_are_not_replaced(pair, name, content, capsys):
+    (pair / "out").mkdir()
+    (pair / "out" / name).write_text(content)
+    assert run(pair, "--field", pair / "field.nii.gz") == 43
+    assert f"{name}: it is not of an earlier run, and the scores would replace it" in capsys.readouterr().err
+    assert [path.name for path in (pair / "out").iterdir()] == [name] and (pair / "out" / name).read_text() == content
+
+
 def test_a_label_that_is_nowhere_in_the_moving_image(pair, capsys):
     write_volume(pair / "moving.nii.gz", np.where(boxes() == 5, 0, boxes()), OBLIQUE)
     assert run(pair, "--fixed-label", pair / "fixed.nii.gz", "--moving-label", pair / "moving.nii.gz",

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import OM_study
 from Dataloader.datalist import list_volumes
@@ -11,7 +12,9 @@ from Dataloader.nifti import write_volume
 from Dataloader.sampler import steps_left
 from Dataloader.synthetic import make_subject, write_dataset
 from Runtime.config import load_config
+from Runtime.errors import InputError
 from Runtime.global_batch import split_step
+from Study import plan
 from Study.plan import OPENED, grid, write_config
 
 
@@ -53,6 +56,15 @@ def test_the_config_for_a_pattern_finds_its_volumes(tmp_path):
     write_config(tmp_path, args, "config_hippocampus.yaml", [16, 16], 1.0, 2)
     cfg = load_config(tmp_path / "config.yaml")
     assert [item["id"] for item in list_volumes(cfg["data.root"])] == ["s_0", "s_1"] and cfg["data.name"]
+
+
+def test_a_trial_step_that_runs_out_of_memory_is_one_sentence(tmp_path, monkeypatch):
+    cost = {"step_memory_bytes": {"cpu": 2 ** 30}, "free_bytes": 2 ** 34, "fits": False, "step_seconds": None}
+    monkeypatch.setattr(plan, "dry_run", lambda *_: cost)
+    args = argparse.Namespace(data=str(tmp_path / "data"), subject_pattern="", purpose="augment")
+    with pytest.raises(InputError, match="data: a training step does not fit into the memory of cpu even at"):
+        plan.choose([{"voxel_mm": [1.0] * 3, "size_mm": [60.0] * 3, "box_mm": [50.0] * 3}], args,
+                    torch.device("cpu"), tmp_path)
 
 
 @pytest.mark.parametrize("base", ["config_om.yaml", "config_hippocampus.yaml"])

@@ -197,6 +197,13 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
     assert "is not a series of volumes" in capsys.readouterr().err
 
 
+def test_frames_that_could_not_be_aligned_do_not_count_in_the_mean(tmp_path):
+    np.save(tmp_path / "frames.npy", np.full((2, 3, 4, 3), [1.0, 100.0, 3.0], np.float32))
+    frames = [{"verdict": verdict} for verdict in ("ok", "failed", "doubtful")]
+    found = motion.mean_of([{"folder": str(tmp_path), "name": "frames", "frames": frames}])
+    np.testing.assert_array_equal(found, np.full((2, 3, 4), 2.0))
+
+
 @pytest.mark.parametrize("suffix", [".nii.gz", ".mgz"])
 def test_a_bad_frame_is_empty_and_all_keep_their_numbers_and_the_unit_of_time(tmp_path, suffix, monkeypatch, capsys):
     shown = []

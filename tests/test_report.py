@@ -1,5 +1,6 @@
 """The report of a run: of real logs, of made-up ones, of a run that goes on, of a copy, of a hundred thousand steps."""
 import json
+import math
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import OM_train_3modes as om
@@ -20,6 +22,7 @@ from Report.run import duration, main, state_of
 from Report.run_logs import read_run
 from Runtime.errors import InputError
 from Runtime.files import append_line
+from Runtime.profile import new_profile, parse_steps, profile_step
 from tests import launching
 from tests.faults.common import run_of
 from tests.made_up_run import START, STEP_S, made_up_run
@@ -311,9 +314,14 @@ def test_a_profile_has_a_trace_and_its_top_operations(folder):
     assert os.path.getsize(run_of(folder) / "profile" / profile["trace"]) > 10_000
 
 
+def test_a_profile_that_a_run_ends_before_is_told(tmp_path, capsys):
+    profile = new_profile("1000:5", 0, 0, tmp_path, torch.device("cpu"))
+    assert not any(profile_step(profile, step) for step in (0, 500, math.inf))
+    assert "ended before step 1000, so nothing was profiled" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["5", "1:0", "1:101", "a:b", "-1:2"])
 def test_a_bad_profile_is_refused(text):
-    from Runtime.profile import parse_steps
     with pytest.raises(InputError, match="write START:STEPS, such as 100:5"):
         parse_steps(text)
 
