@@ -21,20 +21,17 @@ import functools
 import json
 import sys
 import warnings
-from glob import has_magic
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from Dataloader.datalist import list_volumes, read_datalist, select, trainable, volume_id
+from Dataloader.datalist import is_one_volume, list_volumes, read_datalist, select, trainable, volume_id
 from Dataloader.formats import same_volume
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
     ROUNDED,
-    SUFFIXES,
-    ends_in,
     one_plane,
     read_header,
     read_label,
@@ -237,9 +234,8 @@ def prepare_worker(job):
         cfg = load_config(job["config"], job["overrides"])
     targets, path = [], job["target"]
     if path:
-        targets = ([read_one(path, cfg["model.dims"])] if ends_in(path, SUFFIXES) and (
-            Path(path).is_file() or not has_magic(path)) else
-                   read_datalist(path, cfg["model.dims"], channels=cfg["data.channels"]))
+        targets = [read_one(path, cfg["model.dims"])] if is_one_volume(path) else (
+            read_datalist(path, cfg["model.dims"], channels=cfg["data.channels"]))
     WORKER.update(job=job, net=net, cfg=cfg, device=device, targets=targets)
     placed_target.cache_clear()
     targets_of.cache_clear()

@@ -27,6 +27,8 @@ from Inference.choices import AFFINES, ALSO, LABELS, SIMILARITIES, STARTS, STEPS
 from Runtime.errors import InputError, parse_options, run_program
 from Runtime.files import require_file
 
+WITH_A_FIELD = ("apply", "fixed", "moving", "moving_label", "points", "labels", "dims", "device", "out")  # --apply
+
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Register volumes of any size, spacing and orientation, or apply a "
@@ -96,7 +98,9 @@ def parse_arguments(argv=None):
                         "(Config/config_om.yaml)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the results go")
-    return parse_options(parser, argv)
+    args, defaults = parse_options(parser, argv), parse_options(parser, ["--out", ""])
+    args.given = [name for name, value in vars(args).items() if value != getattr(defaults, name)]
+    return args
 
 
 def check_arguments(args):
@@ -106,12 +110,8 @@ def check_arguments(args):
         if args.inverse:
             raise InputError("--apply takes the field as it is: leave out --inverse, and apply inverse_field.nii.gz, "
                              "which a registration with --inverse writes.")
-        if any((args.pairs, args.model != "none", args.affine, args.refine is not None, args.initial, args.also,
-                args.similarity, args.start != "auto", args.fixed_label, args.moving_points, args.resample_labels,
-                args.learn2reg, args.part, args.config, args.set, args.list, also_seen)):
-            raise InputError("--apply uses an existing field and scores nothing: leave out --pairs, --model, --affine, "
-                             "--refine, --initial, --also, --similarity, --start, --fixed-label, --moving-points, "
-                             "--resample-labels, --learn2reg, --part, --config, --set, --list, masks and channels.")
+        if others := [f"--{name.replace('_', '-')}" for name in args.given if name not in WITH_A_FIELD]:
+            raise InputError("--apply uses an existing field and scores nothing: leave out " + ", ".join(others) + ".")
         if not (args.moving or args.moving_label or args.points):
             raise InputError("--apply needs something to move: --moving, --moving-label or --points.")
     else:

@@ -421,8 +421,8 @@ def train(cfg, args, ranks, folder):
 
     while progress.epoch < cfg["run.epochs"]:
         watchdog.phase("epoch")
-        every = cfg["run.refresh_process_group_every"]
-        if every and steps_here and progress.epoch % every == 0:  # frees what drivers leak in the process group
+        refresh_every = cfg["run.refresh_process_group_every"]
+        if refresh_every and steps_here and progress.epoch % refresh_every == 0:  # frees what drivers leak in the group
             run.model = None
             launch.refresh(ranks, run.device, cfg)
             run.model = optim.wrap(run.net, ranks, run.device, run.gradients, cfg)
@@ -463,8 +463,8 @@ def train(cfg, args, ranks, folder):
                 if line["nonfinite"]:
                     training_state.refuse_nonfinite(run)
 
-                leave, every, step = agreed.leave, cfg["run.checkpoint_steps"], progress.step_in_epoch
-                if leave or agreed.save or (every and step % every == 0 and step < steps):
+                leave, step, save_every = agreed.leave, progress.step_in_epoch, cfg["run.checkpoint_steps"]
+                if leave or agreed.save or (save_every and step % save_every == 0 and step < steps):
                     name = checkpoint.step_name(progress.epoch, step, cfg["data.name"], cfg["model.name"])
                     training_state.save(run, name)
                     run.saved = time.monotonic()
@@ -500,8 +500,8 @@ def train(cfg, args, ranks, folder):
         training_state.save(run, name, metrics=scores or None, best=best)
 
         # After the save: a failing picture must not lose the epoch.
-        every = cfg["run.picture_every"]
-        if every and ((epoch + 1) % every == 0 or last):
+        picture_every = cfg["run.picture_every"]
+        if picture_every and ((epoch + 1) % picture_every == 0 or last):
             watchdog.phase("evaluate")  # on every rank: verdicts compare the numbers of phases that ranks have entered
             if run.curves and picture:
                 from Diffusion.figures import registration_figure  # matplotlib would slow the start of every rank

@@ -622,6 +622,12 @@ def label_beside(image, listings=None):
     return image.parent / min(found)[-1] if found else None
 
 
+def is_one_volume(source):
+    """Whether a path names one volume, not a folder, list or pattern of several."""
+    source = Path(source)  # brackets may belong to its name
+    return ends_in(source, SUFFIXES) and not source.is_dir() and (source.is_file() or not glob.has_magic(str(source)))
+
+
 def _above_pattern(root):
     """The folder of a list, or the last one before the first wildcard of a pattern."""
     above = root.parent

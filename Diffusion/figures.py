@@ -9,7 +9,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from Diffusion.fields import jacobian_determinant
-from Runtime.errors import InputError
 
 COLUMNS = [("moving", ""), ("fixed", ""), ("warped", "moving(x + field(x))"), ("before", "|fixed \u2212 moving|"),
            ("after", "|fixed \u2212 warped|"), ("grid", "x + field(x)"), ("Jacobian", "determinant")]
@@ -28,8 +27,6 @@ def middle_slices(volume):
     Raises InputError for any other number of axes.
     """
     volume = _array(volume)
-    if volume.ndim not in (2, 3):
-        raise InputError(f"A volume to show has shape {volume.shape}; give (D, H, W) or (H, W).")
     return [volume] if volume.ndim == 2 else [np.take(volume, n // 2, axis) for axis, n in enumerate(volume.shape)]
 
 
@@ -42,12 +39,10 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
     body: booleans (*spatial), where the deformed grid is drawn; None for everywhere. axcodes: directions of the axes,
     such as "RAS" (nibabel.aff2axcodes), which name the slices; None for D, H and W.
     Returns: a matplotlib Figure, for `figure_png` or `figure_html`.
-    Raises InputError if shapes do not fit together.
     """
     images = [_array(image) for image in (moving, fixed, warped)]
     field = _array(field)
     labels = [] if labels is None else [_array(label) for label in labels]
-    _check_shapes(images, field, labels)
     determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
     facts = f"min determinant {determinant.min():.3g}, folded {100 * (determinant <= 0).mean():.4g} % of voxels"
     figure, axes = _layout(images[1].shape, [*textwrap.wrap(title, 115), facts], axcodes)
@@ -118,18 +113,6 @@ def _array(volume):
     """A copy as float32 array: differences of unsigned integers would wrap around."""
     volume = volume.detach().cpu().float().numpy() if isinstance(volume, torch.Tensor) else volume
     return np.array(volume, np.float32, order="C")
-
-
-def _check_shapes(images, field, labels):
-    shape = images[1].shape
-    names = [name + kind for kind in ("", " label") for name in ("moving", "fixed", "warped")]
-    for name, volume in zip(names, [*images, *labels]):
-        if volume.shape != shape:
-            raise InputError(f"The {name} has shape {volume.shape}, not {shape}; resample it to the fixed grid.")
-    if len(labels) not in (0, 3):
-        raise InputError(f"There are {len(labels)} labels; give those of moving, fixed and warped.")
-    if len(shape) not in (2, 3) or min(shape) < 2 or field.shape != (len(shape), *shape):
-        raise InputError(f"A field of shape {field.shape} does not fit images of shape {shape}; give (N, *spatial).")
 
 
 def _limits(slices):

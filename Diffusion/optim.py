@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import inspect
 import math
-import resource
-import sys
 import warnings
 
 import torch
@@ -21,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from Diffusion.blocks import ConvBlock, UpsampleConv
 from Diffusion.networks_older import TransposedConv
 from Diffusion.om_net import AttentionBlock
-from Runtime import agree
+from Runtime import agree, memory
 from Runtime.errors import InputError, first_line
 
 # FSDP gathers the weights of a module when it is called. These are always called; the weights of other modules are
@@ -331,12 +329,8 @@ def footprint(net, optimizers, device):
     """Bytes of weights and Adam's state on this rank, and peak memory: of the device, or on a CPU of the process."""
     moments = [tensor for optimizer in optimizers.values() for entry in own_adam(optimizer).state.values()
                for tensor in entry.values()]
-    if device.type == "cpu":
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    else:
-        peak = torch.get_device_module(device).max_memory_allocated(device)
-    return {"weights_bytes": local_bytes(net.parameters()), "optimizer_bytes": local_bytes(moments), "peak_bytes": peak}
+    return {"weights_bytes": local_bytes(net.parameters()), "optimizer_bytes": local_bytes(moments),
+            "peak_bytes": memory.peak_bytes(device)}
 
 
 def local_bytes(tensors):

@@ -7,6 +7,7 @@ import hashlib
 import json
 
 from Dataloader.formats import digest
+from Runtime import __version__
 from Runtime.errors import InputError
 from Runtime.files import csv_text, read_lines, sha256, write_file
 
@@ -37,7 +38,7 @@ def draw_settings(job, cfg, targets):
         aims = [hashlib.sha256("".join(aims).encode()).hexdigest()]
     settings = {key: job[key] for key in ("seed", "start", "stride", "register", "condition", "slices", "labels")}
     settings["model"] = job["model"] and sha256(job["model"])
-    settings["target"] = aims[0] if aims else None
+    settings |= {"target": aims[0] if aims else None, "version": __version__}
     families = ("model", "diffusion", "copies", *(("registration", "refine") if job["register"] is not None else ()))
     settings.update({key: value for key, value in cfg.items()
                      if key.split(".")[0] in families or key in DATA_KEYS})

@@ -4,7 +4,6 @@ A list is Learn2Reg JSON, a plain list, a CSV table, a folder whose volumes are 
 results.json of a registration; paths are relative to the list. A training's pair list names volumes of its data set
 instead of files: Dataloader/datalist.py reads it.
 """
-import glob
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from Dataloader.datalist import (
     MOST_CHANNELS,
     PAIR_KEYS,
+    is_one_volume,
     label_beside,
     list_volumes,
     pair_files,
@@ -19,9 +19,8 @@ from Dataloader.datalist import (
     read_json,
     volume_id,
 )
-from Dataloader.nifti import SUFFIXES, ends_in
 from Runtime.errors import InputError
-from Runtime.files import as_stored
+from Runtime.files import as_stored, first_repeated
 
 CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_CHANNELS + 1))
             for side in ("fixed", "moving")}
@@ -54,9 +53,7 @@ def read_pairs_to_register(path, key=None):
     labels = {path.parent / image: path.parent / label for image, label in files  # a pair needs single channels
               if isinstance(image, str) and isinstance(label, str)}
     pairs = [_pair_to_register(path, number, entry, labels) for number, entry in enumerate(entries, 1)]
-    names = [as_stored(pair["name"]) for pair in pairs]
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated:
+    if repeated := first_repeated(as_stored(pair["name"]) for pair in pairs):
         raise InputError(f"{path}: two pairs are called {repeated}; give each its own name.")
     return pairs
 
@@ -83,8 +80,7 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     """
     fixed, items = Path(fixed), []
     for source in moving:
-        is_file = Path(source).is_file() or not glob.has_magic(str(source))  # brackets may belong to its name
-        if ends_in(source, SUFFIXES) and not Path(source).is_dir() and is_file:
+        if is_one_volume(source):
             items.append({"image": Path(source), "label": label_beside(source)})
         else:
             items += list_volumes(source)

@@ -44,7 +44,7 @@ from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
 from Runtime.errors import DONE, STOP, InputError, attempt
-from Runtime.files import sha256
+from Runtime.files import first_repeated, sha256
 
 FOLDED, OUTSIDE = 20.0, 95.0  # percent of the voxels; above, an applied field is probably a mistake
 WORKER = {}  # set in each process by `begin_worker`: args, model, cfg
@@ -260,9 +260,9 @@ def apply_saved(args):
             name = f"{word}_{volume_id(Path(path))}" if len(paths) > 1 else word
             moved.append((out / f"{name}.nii.gz", path, *read(path, dims), mode))
     targets = [target for target, *_ in moved] + (point_files(out, args.points) if args.points else [])
-    if twice := next((target.name for target in targets if targets.count(target) > 1), None):
-        raise InputError(f"{twice}: two of the files would get this name; apply the field to one at a time, each with "
-                         "an --out of its own.")
+    if twice := first_repeated(targets):
+        raise InputError(f"{twice.name}: two of the files would get this name; apply the field to one at a time, each "
+                         "with an --out of its own.")
     inputs = filter(None, (args.apply, args.fixed, args.points, *args.moving, *args.moving_label))
     wanted = [*inputs, *(path for home in (out, out.parent) for path in listed_files(home))]
     for target, path in itertools.product(filter(Path.exists, targets), wanted):

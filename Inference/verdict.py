@@ -135,14 +135,21 @@ def judge_list(rows):
     """
     rows = [{**row, **dict(zip(("verdict", "reason"), judge(row)))} for row in rows]
     for key, word, bad in (("similarity", "similarity", -1), ("dice", "Dice", -1), ("tre_mm", "landmark error", 1)):
-        values = [row[key] for row in rows if row.get(key) is not None]
-        if len(values) < LEAST_LIST:
-            continue
-        middle = statistics.median(values)
-        spread = max(1.48 * statistics.median(abs(value - middle) for value in values), LEAST_SPREAD * abs(middle))
+        middle, spread, count = spread_of(key, rows)
         for row in rows:
-            if row["verdict"] == "ok" and row.get(key) is not None and bad * (row[key] - middle) > OUTLIER * spread:
+            if row["verdict"] == "ok" and count and row.get(key) is not None and (
+                    bad * (row[key] - middle) > OUTLIER * spread):
                 row["verdict"] = "doubtful"
-                row["reason"] = (f"its {word} of {row[key]:.3g} is an outlier among {len(values)} pairs, half of "
-                                 f"which are {('below' if bad > 0 else 'above')} {middle:.3g}.")
+                row["reason"] = (f"its {word} of {row[key]:.3g} is an outlier among {count} pairs, half of which are "
+                                 f"{('below' if bad > 0 else 'above')} {middle:.3g}.")
     return rows
+
+
+def spread_of(key, rows):
+    """Median and robust standard deviation of a number, and how many rows have it; zeros if fewer than LEAST_LIST."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    if len(values) < LEAST_LIST:
+        return 0.0, 0.0, 0
+    middle = statistics.median(values)
+    spread = 1.48 * statistics.median(abs(value - middle) for value in values)
+    return middle, max(spread, LEAST_SPREAD * abs(middle)), len(values)

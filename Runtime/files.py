@@ -58,10 +58,15 @@ def is_there(path):
 
 def no_name_twice(pairs):
     """A JSON object as a dict, for object_pairs_hook. Raises ValueError for a duplicate name; json keeps the last."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands twice in one object")
+    if twice := first_repeated(name for name, _ in pairs):
+        raise ValueError(f"{twice} stands twice in one object")
     return dict(pairs)
+
+
+def first_repeated(names):
+    """The first of some names that has occurred before, or None."""
+    seen = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)
 
 
 def write_file(path, content):

@@ -39,6 +39,14 @@ def trim():
         libc.malloc_trim(0)
 
 
+def peak_bytes(device):
+    """Most bytes in use so far: of the device by torch, or on a CPU by the process."""
+    if device.type != "cpu":
+        return torch.get_device_module(device).max_memory_allocated(device)
+    import resource  # not there on Windows, where the tools run too
+    return (1 if sys.platform == "darwin" else 1024) * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def new_watch(device, limit_gb):
     """State of `watch`: the last samples, and the current leak or None.
 

@@ -22,11 +22,6 @@ from Runtime.config import PATHS, load_config
 from Runtime.errors import InputError
 from Runtime.files import is_alive, patiently, read_lines, write_file
 
-try:
-    import fcntl
-except ImportError:  # Windows, where the tools run too
-    fcntl = None
-
 STALE_S = 3600.0  # for tool outputs: a lock of another machine untouched for this long belongs to a dead process
 CLAIM_S = 30.0  # longer than reading and writing a lock ever takes
 MAY_DIFFER = (*PATHS, "data.stage", "data.num_workers", "data.prefetch_factor", "data.in_memory",
@@ -334,24 +329,20 @@ def _read(path):
 def _one_at_a_time(run):
     """Let only one process at a time read and write the lock of a folder.
 
-    Some file systems have no file locks, or only node-local ones. A claim file, which only one process can create,
-    works there. If a process dies while it holds the claim, others remove it after CLAIM_S. (Should two processes get
-    through anyway, the one whose lock was replaced notices at its next touch, before it writes anything lasting.)
+    A claim file, which only one process can create, works on all file systems; some have no file locks, or only
+    node-local ones. If a process dies while it holds the claim, others remove it after CLAIM_S. (Should two processes
+    get through anyway, the one whose lock was replaced notices at its next touch, before it writes anything lasting.)
     """
     claim = run / ".lock.claim"
-    with open(run / ".lock", "w") as handle:
-        with contextlib.suppress(OSError):
-            if fcntl:
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        while True:
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-                break
-            with contextlib.suppress(FileNotFoundError):
-                if _time_there(run) - claim.stat().st_mtime > CLAIM_S:
-                    claim.unlink()
-            time.sleep(0.02)
-        try:
-            yield
-        finally:
-            claim.unlink(missing_ok=True)
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            break
+        with contextlib.suppress(FileNotFoundError):
+            if _time_there(run) - claim.stat().st_mtime > CLAIM_S:
+                claim.unlink()
+        time.sleep(0.02)
+    try:
+        yield
+    finally:
+        claim.unlink(missing_ok=True)

@@ -1,6 +1,5 @@
 """Shared by all programs on a study: its volumes, its folder of results, its table and the end of a run."""
 import contextlib
-import glob
 import json
 import sys
 import warnings
@@ -10,6 +9,7 @@ import numpy as np
 
 from Dataloader.datalist import (
     is_named_segmentation,
+    is_one_volume,
     label_beside,
     list_volumes,
     name_subjects,
@@ -23,7 +23,7 @@ from Inference.results import file_digests, require_own, source_digests, write_r
 from Report.page import cards_html, findings_html, write_page
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
-from Runtime.files import as_stored, csv_text, require_file, write_file
+from Runtime.files import as_stored, csv_text, first_repeated, require_file, write_file
 
 
 def volumes_of(sources, ids="", pattern=""):
@@ -38,22 +38,19 @@ def volumes_of(sources, ids="", pattern=""):
     for source in sources:
         if len(sources) > 1 and ends_in(source, SUFFIXES) and is_named_segmentation(source):
             continue
-        if ends_in(source, SUFFIXES) and Path(source).is_file():
+        if is_one_volume(source):
+            require_file(source)
             item = {"id": volume_id(source), "image": Path(source), "label": label_beside(source), "mask": None,
                     "subject": "", "modality": "", "split": ""}
             name_subjects(Path(source).parent, [item], pattern)
             items.append(item)
-        elif ends_in(source, SUFFIXES) and not glob.has_magic(str(source)):
-            require_file(source)
         else:
             items += list_volumes(source, pattern, as_listed=True)
     if not items:
         raise InputError(f"{sources[0]}: the names of all {len(sources)} files mark them as segmentations; give the "
                          "images.")
     items = select(", ".join(map(str, sources)), items, ids)
-    names = [as_stored(item["id"]) for item in items]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
+    if twice := first_repeated(as_stored(item["id"]) for item in items):
         raise InputError(f"{twice}: two volumes have this name; give them in a .csv list with a column id.")
     return items
 

@@ -4,7 +4,6 @@ Every row is judged again among all the others. A number is an outlier if it is 
 deviations (1.48 median absolute deviations) from the median, on its bad side.
 """
 import functools
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from Dataloader.volume import dims_of
 from Inference.labels import apply_field
 from Inference.results import do_all, read_results
 from Inference.scores import COLUMNS, heading, in_range
-from Inference.verdict import FOLDED_PERCENT, LEAST_LIST, LEAST_SPREAD, OUTLIER, VERDICTS, judge_list
+from Inference.verdict import FOLDED_PERCENT, OUTLIER, VERDICTS, judge_list, spread_of
 from Report.page import table_html
 from Runtime.errors import InputError
 from Runtime.files import write_file
@@ -73,12 +72,8 @@ def outlier_of(row, rows):
     """outlier: the column that is furthest out on its bad side, "" if none is; outlier_z: by how much, robustly."""
     worst, name = 0.0, ""
     for key, bad in BAD_SIDE.items():
-        values = [other[key] for other in rows if isinstance(other.get(key), (int, float))]
-        if len(values) < LEAST_LIST or not isinstance(row.get(key), (int, float)):
-            continue
-        middle = statistics.median(values)
-        spread = 1.48 * statistics.median(abs(value - middle) for value in values)
-        far = bad * (row[key] - middle) / max(spread, LEAST_SPREAD * abs(middle), LEAST.get(key, 1e-6))
+        middle, spread, count = spread_of(key, rows)
+        far = bad * (row[key] - middle) / max(spread, LEAST.get(key, 1e-6)) if count and row.get(key) is not None else 0
         if far > worst:
             worst, name = far, key
     return {"outlier": name if worst > OUTLIER else "", "outlier_z": worst}

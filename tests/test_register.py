@@ -312,7 +312,7 @@ def test_a_folder_in_use_is_refused(place, pair, tmp_path, capsys):
     refused(capsys, "out is in use by process .* name another --out", *words, "--out", tmp_path / "out")
     words = ["--apply", place / "pair/field.nii.gz", "--moving", image(place, "b_0002")]
     refused(capsys, "out is in use by process .* name another --out", *words, "--out", tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"lock.json", ".lock"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} - {".lock"} == {"lock.json"}
     run_lock.unlock(tmp_path / "out", token)
 
 
@@ -514,8 +514,9 @@ def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
     refused(capsys, "a_0001.nii.gz: shape .* is not a displacement field", "--apply", image(place, "a_0001"),
             "--moving", image(place, "a_0001"), "--out", tmp_path / "out")
     refused(capsys, "--apply needs something to move", *field)
-    for words in (["--refine", 3], ["--refine", 0], ["--start", "centre"], ["--learn2reg"], ["--list", "x"]):
-        refused(capsys, "leave out --pairs, --model", *field, "--moving", image(place, "a_0001"), *words)
+    for words in (["--refine", 3], ["--refine", 0], ["--start", "centre"], ["--learn2reg"], ["--list", "x"],
+                  ["--strict"]):
+        refused(capsys, f"leave out {words[0]}.", *field, "--moving", image(place, "a_0001"), *words)
     refused(capsys, "apply inverse_field.nii.gz", *field, "--moving", image(place, "a_0001"), "--inverse")
 
 
@@ -622,7 +623,7 @@ def test_a_full_disk_is_one_sentence(place, pair, tmp_path, capsys):
     partial_path(tmp_path / "out/points.csv").symlink_to("/dev/full")
     refused(capsys, "No space left on device; results cannot be written", "--apply", place / "pair/field.nii.gz",
             "--points", place / "points.csv", "--out", tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {".lock"}
 
 
 def test_learn2reg_names_need_numbers_and_one_grid(place, tmp_path, capsys):

@@ -19,15 +19,11 @@ from tests import launching
 from tests.tiny import ROOT, config
 
 HOLD = """
-import errno, fcntl, sys, time
+import sys, time
 from pathlib import Path
 from Runtime.errors import InputError
 from Runtime.run_lock import lock
 run = Path(sys.argv[1])
-if sys.argv[2] == "no locks":  # as a Lustre file system mounted without them answers
-    def flock(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-    fcntl.flock = flock
 print("ready", flush=True)
 while not (run / "go").exists():
     time.sleep(0.001)
@@ -46,8 +42,8 @@ def start(tmp_path):
     """Starts processes that take the lock once the file `go` is there and live until their input ends."""
     started = []
 
-    def start_one(file_system="local"):
-        process = launching.start([sys.executable, "-c", HOLD, str(tmp_path), file_system], cwd=ROOT, text=True,
+    def start_one():
+        process = launching.start([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, text=True,
                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
@@ -121,11 +117,10 @@ def test_without_proc_too_a_dead_process_of_this_host_loses_the_folder_at_once(t
     assert lock(tmp_path, 1000) != before
 
 
-@pytest.mark.parametrize("file_system", ["local", "no locks"])
-def test_of_six_starts_at_the_same_moment_one_gets_the_folder(tmp_path, start, file_system):
+def test_of_six_starts_at_the_same_moment_one_gets_the_folder(tmp_path, start):
     lock(tmp_path, 60)
     rewrite(tmp_path, pid=2 ** 22 + 1)  # the lock of a dead one is there, which each of them may replace
-    processes = [start(file_system) for _ in range(6)]
+    processes = [start() for _ in range(6)]
     (tmp_path / "go").touch()
     said = [process.stdout.readline() for process in processes]
     assert sorted(line.split()[0] for line in said) == ["refused"] * 5 + ["token"]

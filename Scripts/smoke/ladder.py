@@ -9,7 +9,6 @@ import datetime
 import gc
 import json
 import os
-import resource
 import socket
 import sys
 import time
@@ -30,6 +29,7 @@ from Runtime import launch  # noqa: E402
 from Runtime.device import backend, pick_device, prepare_device, synchronize  # noqa: E402
 from Runtime.errors import STOP, InputError, parse_options  # noqa: E402
 from Runtime.keyed_random import generator  # noqa: E402
+from Runtime.memory import peak_bytes  # noqa: E402
 from Scripts.smoke import results  # noqa: E402
 from Supervisor.attempts import free_port  # noqa: E402
 
@@ -209,11 +209,7 @@ def reload(trainer, args):
 
 def peak_gib(device):
     """Most memory that any rank has used, in GiB: of the device, or on a CPU of the process."""
-    if device.type == "cpu":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    else:
-        peak = torch.get_device_module(device).max_memory_allocated(device)
-    return over_ranks(peak / 2 ** 30, device, dist.ReduceOp.MAX)
+    return over_ranks(peak_bytes(device) / 2 ** 30, device, dist.ReduceOp.MAX)
 
 
 def climb(args):
