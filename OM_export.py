@@ -34,7 +34,7 @@ PUBLISHED = """Trained by its authors: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Pa
 model (DRDM): instance deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987;
 weights from github.com/jianqingzheng/def_diff_rec. The file does not record how long and on which data."""
 REGISTER = "".join(
-    f"    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model FOLDER {words}\n"
+    f"    omnimorph register --fixed F.nii.gz --moving M.nii.gz --model FOLDER {words}\n"
     for words in ("--affine none --refine 0 --out Results/fast", "--out Results/pair"))
 CONFIG, PAGE = "config.json", "README.md"  # beside EXPORTED; a hub displays PAGE and counts downloads by CONFIG
 # The last one may hold a secret address.
@@ -76,14 +76,17 @@ drawing deformed copies of labelled images for the training of other networks.
 ## Limits
 - Not a medical device; not for diagnosis, nor for decisions about a patient.
 - Trained on {data} alone: other anatomy, modality, resolution or pathology needs a check first.
-- It finds deformations, not positions: volumes that lie far apart need `--affine` first.
+- It finds deformations, not positions: with `--affine none`, volumes must already overlap.
 - Folding is discouraged in the training, not impossible: every tool reports it for each field.
 
 ## Use
 FOLDER is the folder of this page, or {hub}OWNER/NAME where it lies on huggingface.co.
 
-{register}    python OM_augment.py --image I.nii.gz --label L.nii.gz --model FOLDER --out Results/augmented
-    python -c "from Inference.load_model import load_model; net, cfg = load_model('FOLDER')"
+{register}    omnimorph augment --image I.nii.gz --label L.nii.gz --model FOLDER --out Results/augmented
+    python -c "import omnimorph; net, cfg = omnimorph.load_model('FOLDER')"
+
+`pip install .` in the repository provides these commands; there, `python OM_register.py` and `python OM_augment.py` do
+the same.
 
 ## File
 {file}

@@ -111,7 +111,7 @@ def report(folder, manifest, cfg, seconds):
         print(f"refused {name}: {reason}")
     if len(refused) > 5:
         print(f"and {len(refused) - 5} more: {folder / 'refused.csv'}")
-    print(f"look at them: {write_report(folder, volumes, refused, cfg, size)}")
+    print(f"report: {write_report(folder, volumes, refused, cfg, size)}")
 
 
 def write_report(folder, volumes, refused, cfg, size):

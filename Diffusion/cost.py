@@ -185,7 +185,8 @@ def fit_text(here, cfg):
     """Whether a step fits into the free memory, in words. here: from `this_machine`."""
     if here["fits"] is None:
         return "its free memory is unknown"
-    free = f"{here['free_bytes'] / 2 ** 30:.1f} GiB are free" if here["free_bytes"] is not None else "a trial ran out"
+    free = "a trial step ran out of memory" if here["free_bytes"] is None else (
+        f"{here['free_bytes'] / 2 ** 30:.1f} GiB are free")
     if here["fits"]:
         return f"it fits ({free})"
     lower = "lower data.batchsize" if cfg["data.batchsize"] > 1 else "set a smaller data.img_size"

@@ -66,8 +66,9 @@ def constant(function, *arguments, device):
     """function(*arguments, device), a small tensor that depends on nothing else: an accelerator computes it once.
 
     A step needs the same few a hundred times. A graph that is recorded (Diffusion/graphs.py) reads them at the same
-    place in each replay, so it holds them: those that it meets are added to SETTINGS["held"]. It computes none for
-    others, since what is recorded has not run yet. Tensors of inference must not be met again in a training.
+    place in each replay, so it holds them: those that it meets are added to SETTINGS["held"]. A value computed during
+    a recording is not kept for later calls, since it exists only once the graph is replayed; nor is one computed in
+    inference mode, since autograd cannot use it.
     """
     device = torch.device(device or "cpu")
     if device.type not in ("cuda", "xpu") or torch.is_inference_mode_enabled():

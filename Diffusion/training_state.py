@@ -188,7 +188,7 @@ def announce(run):
           f"{run.split.pairs} pairs a step, on {run.ranks.world_size} x {describe(run.device)}, "
           f"{PRECISIONS[cfg['run.amp']]}")
     if cfg["loss.contrastive"] and len(set(run.dataset.subjects.tolist())) < 2:
-        print("all training volumes are of one subject, so mode 2 has nobody to tell apart: its loss stays 0; set "
+        print("all training volumes are of one subject, so mode 2 has no other to compare with: its loss stays 0; set "
               "loss.contrastive to 0, or data.subject_pattern if these are several subjects")
     if cfg["loss.segment"] and cfg["augment.flip"]:
         print("augment.flip mirrors volumes, but their labels keep their values, so loss.segment also teaches to call "

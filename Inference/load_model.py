@@ -89,8 +89,8 @@ def _from_hub(name):
         return hf_hub_download(repository, EXPORTED, revision=revision or None)
     except (OSError, ValueError) as error:  # no such repository, file or revision; no network; an invalid name
         reason = str(error).strip().splitlines()[0]
-        raise InputError(f"{name}: {EXPORTED} cannot be had from the hub ({reason}); check the name, or download its "
-                         "folder by hand and give that.") from None
+        raise InputError(f"{name}: {EXPORTED} cannot be downloaded from the hub ({reason}); check the name, or "
+                         "download its folder by hand and give that.") from None
 
 
 def _best_or_newest(run):

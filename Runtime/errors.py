@@ -147,8 +147,8 @@ def run_program(run, args, out=None):
         if not isinstance(code, str):
             return code
         print(f"error: {code}", file=sys.stderr)
-    except BrokenPipeError:  # who reads the output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tells of it when it ends
+    except BrokenPipeError:  # the reader of the output, such as head, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it at exit
         return 128 + signal.SIGPIPE
     except OSError as error:
         path = str(error.filename2 or error.filename or out)

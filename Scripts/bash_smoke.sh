@@ -181,7 +181,7 @@ run_sbatch() {  # 04 as a job of its own; what it says becomes ours
     local pid=$!
     while kill -0 $pid 2> /dev/null && [[ ! -s $folder/04.job ]]; do sleep 0.1; done
     job=$(cut -d';' -f1 "$folder/04.job")
-    [[ -n $job ]] && echo "04 is job $job now; waiting for it (Ctrl-C takes it back)"
+    [[ -n $job ]] && echo "04 is job $job now; waiting for it (Ctrl-C cancels the job)"
     wait $pid
     code=$?
     if [[ -s $folder/04.job.log ]]; then sed "s/^/  job $job | /" "$folder/04.job.log"; fi

@@ -225,7 +225,7 @@ def onto_template(out, options, starts, before, pair, folder, earlier):
 def without_strangers(rows, left_out):
     """The rows without subjects that failed (another organ, modality or place), unless most did; left_out gets them."""
     if 2 * sum(row["verdict"] == "failed" for row in rows) > len(rows):
-        return rows  # a blurred template looks like nobody
+        return rows  # a blurred first template may resemble no subject
     left_out.update({row["name"]: row["reason"] for row in rows if row["verdict"] == "failed"})
     return [row for row in rows if row["verdict"] != "failed"]
 

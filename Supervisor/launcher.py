@@ -95,7 +95,7 @@ def patience():
 
 
 def is_first_start():
-    """Whether a person has just started this launch: nobody waits for a later round, or for a job that is requeued."""
+    """Whether a person has just started this launch, and may be watching: not so in later rounds or after a requeue."""
     return os.environ["ROUND"] == "0" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 
 

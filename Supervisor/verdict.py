@@ -155,7 +155,7 @@ def what_is_missing(records, code):
     absent = [record["rank"] for record in records if not record["now"]]
     usage = [rank for rank in absent if records[rank]["exit"].get("code") in BAD_USAGE]
     if usage:
-        return "refused", usage[0], "the rank did not accept its command line or its config: its words are above"
+        return "refused", usage[0], "the rank refused its command line or its config; its error is above"
     if absent and (died or code not in (None, 0) or len(absent) < len(records)):
         return "never started", absent[0], f"rank {ranges(absent)} left no sign of life"
     if any(map(has_timed_out, records)):

@@ -119,7 +119,7 @@ def test_a_trial_that_runs_out_of_memory_is_told_as_a_step_that_does_not_fit():
     here = this_machine(cfg, {"cpu": 0}, split_step(cfg, 1), modes, 1)
     assert here["fits"] is False and here["step_seconds"] is None
     assert "does NOT fit" in fit_text(here, cfg)
-    assert "a trial ran out" in fit_text({**here, "free_bytes": None}, cfg)
+    assert "a trial step ran out of memory" in fit_text({**here, "free_bytes": None}, cfg)
 
 
 def test_a_step_that_does_not_fit_is_told_with_what_to_change():

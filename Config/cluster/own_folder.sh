@@ -1,7 +1,7 @@
 # A folder of our own in /tmp, whose names anybody can guess; read by the sites' .env files.
 #
-# own_folder PATH     prints PATH, made and readable by nobody else; where somebody else has been there before, a new
-#                     folder beside it, since what lies in his would be run by us
+# own_folder PATH     prints PATH, made and readable by nobody else; if it belongs to another user, a new folder
+#                     beside it, because we would run what lies in theirs
 own_folder() {
     mkdir -m 700 "$1" 2> /dev/null
     if [[ -d $1 && ! -L $1 && -O $1 ]] && chmod 700 "$1"; then
