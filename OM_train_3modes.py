@@ -399,7 +399,11 @@ def train_step(run, volumes, pairs, **raised):
     progress.sums.open += gate_open
     progress.sums.nonfinite += nonfinite
     progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if nonfinite else 0
-    terms = {name: value for result in results.values() for name, value in result.terms.items()}
+    terms = {}
+    for name, result in results.items():
+        if twice := terms.keys() & result.terms:
+            raise InputError(f"mode {name} and an earlier one both return a loss term {min(twice)}; rename one.")
+        terms.update(result.terms)
     line = {"epoch": progress.epoch, "ang": terms.get("ang"), "open": gate_open, "nonfinite": nonfinite,
             "terms": of_their_share(terms), "norms": {name: result.norm for name, result in results.items()}}
     return line, next(iter(results.values())).agreed

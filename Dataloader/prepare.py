@@ -24,8 +24,7 @@ def on_grid(item, cfg, kinds=KINDS):
     """
     size, spacing_mm, crop = cfg["data.img_size"], cfg["data.spacing_mm"], cfg["data.crop_above"]
     channels, affine = read_image(item, cfg["model.dims"], cfg["data.channels"])
-    limits = [list(map(float, intensity_limits(channel, cfg))) for channel in channels]
-    images = [rescale(channel, *both) for channel, both in zip(channels, limits)]
+    images, limits = zip(*(scaled(channel, cfg) for channel in channels))
     shape = images[0].shape
     others = {}
     if item["label"] and "label" in kinds:
@@ -71,9 +70,16 @@ def read_image(item, dims, count):
     return arrays, affine
 
 
-def intensity_limits(array, cfg):
-    """The two intensities of a volume that become 0 and 1, from data.window or data.percentiles."""
-    return cfg["data.window"] if any(cfg["data.window"]) else intensity_range(array, *cfg["data.percentiles"])
+def scaled(array, cfg, counted=None):
+    """A volume with intensities in 0 .. 1, as every network and registration sees it, and those that become 0 and 1.
+
+    They are data.window, or else data.percentiles of the voxels that count. counted: these; None for all.
+    Returns: float32 array in the shape of `array`, [low, high].
+    """
+    array = np.asarray(array, np.float32)
+    limits = cfg["data.window"] if any(cfg["data.window"]) else (
+        intensity_range(array if counted is None else counted, *cfg["data.percentiles"]))
+    return rescale(array, *limits), list(map(float, limits))
 
 
 def describe(item, prepared):

@@ -393,20 +393,25 @@ def table_lookup(image, table):
     return torch.lerp(table[below], table[below + 1], rest).view(image.shape)
 
 
-def image_similarity(image, target, cfg, weight=None):
-    """The similarity that mode 3 maximises: one of three measures, chosen by registration.similarity, over the scales.
+def mind(image, target, window=None, squared=None, weight=None):
+    """The `mind_similarity` of two images (B, C, *spatial); it has a window of its own and no square."""
+    return mind_similarity(self_similarity(image), self_similarity(target), weight)
 
-    "auto" means correlation here, because the volumes of one training set usually have one modality.
+
+# What registration.similarity may name: functions of (image, target, window, squared, weight), a scalar of which 1 is
+# perfect. The affine stage aligns by correlation, or by mutual information with those of OF_TWO_MODALITIES.
+MEASURES = {"auto": local_correlation,  # of a training; the volumes of one data set usually have one modality
+            "correlation": local_correlation, "mapped": mapped_correlation, "mind": mind}
+OF_TWO_MODALITIES = ("mapped", "mind")
+
+
+def image_similarity(image, target, cfg, weight=None):
+    """The similarity that mode 3 maximises: that of MEASURES which registration.similarity names, over the scales.
 
     image, target: (B, C, *spatial). cfg: with its registration.* keys. weight: (B, 1, *spatial) or None.
     Returns: a scalar, at most 1, which is perfect.
     """
-    kind, scales = cfg["registration.similarity"], cfg["registration.scales"]
-    if kind == "mind":
-        def alike(image, target, weight):
-            return mind_similarity(self_similarity(image), self_similarity(target), weight)
-        return over_scales(alike, image, target, scales, weight)
-    return over_scales(mapped_correlation if kind == "mapped" else local_correlation, image, target, scales, weight,
+    return over_scales(MEASURES[cfg["registration.similarity"]], image, target, cfg["registration.scales"], weight,
                        window=cfg["registration.window"], squared=cfg["registration.squared"])
 
 

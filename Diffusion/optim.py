@@ -217,21 +217,23 @@ def compare_moments(saved, modes, cfg, path):
 
 
 def load_optimizers(optimizers, saved):
-    """Load this rank's part of a checkpoint's Adam state; see `compare_moments`. saved: from `gather_state`."""
+    """Load this rank's part of a checkpoint's Adam state; see `compare_moments`. saved: from `gather_state`.
+
+    Options such as the weight decay stay those of the optimizers, which the code or the config may have changed.
+    """
     for name, optimizer in optimizers.items():
         whole_state = saved if "param_groups" in saved else saved.get(name)  # it numbers all parameters in order
         if not whole_state:
             continue
         adam = own_adam(optimizer)
-        group = {key: value for key, value in whole_state["param_groups"][0].items() if key != "params"}
         numbers = {parameter: number for number, parameter in enumerate(optimizer.param_groups[0]["params"])}
         parameters = adam.param_groups[0]["params"]
         state = {}
         for place, parameter in enumerate(parameters):
             if entry := whole_state["state"].get(numbers[parameter]):
                 state[place] = {key: part_like(parameter, value) for key, value in entry.items()}
-        adam.load_state_dict({"state": state, "param_groups": [{**group, "params": list(range(len(parameters)))}]})
-        optimizer.param_groups[0].update(group)
+        group = {**adam.param_groups[0], "params": list(range(len(parameters)))}
+        adam.load_state_dict({"state": state, "param_groups": [group]})
 
 
 def part_like(parameter, value):

@@ -20,6 +20,7 @@ from scipy.spatial.transform import Rotation
 from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
 from Diffusion.fields import identity, warp
 from Diffusion.losses import (
+    OF_TWO_MODALITIES,
     box_mean,
     counted_means,
     local_correlation_map,
@@ -112,7 +113,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
         return (*_search(levels, starts, shapes, kind, stages, finest), levels)
 
     found = one_sign = None
-    if similarity not in ("mapped", "mind"):
+    if similarity not in OF_TWO_MODALITIES:
         found = search(kind, STAGES)
         one_sign = _one_sign(found)
     if found is None or (similarity == "auto" and (one_sign < ONE_SIGN or _leads_astray(found, starts))):

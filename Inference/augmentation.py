@@ -9,8 +9,8 @@ import re
 import numpy as np
 import torch
 
-from Dataloader.grids import foreground_box, grid_transform, rescale, to_canonical, to_grid
-from Dataloader.prepare import intensity_limits
+from Dataloader.grids import foreground_box, grid_transform, to_canonical, to_grid
+from Dataloader.prepare import scaled
 from Dataloader.volume import as_array, checked_affine, is_path
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import jacobian_determinant, then_affine, warp
@@ -287,7 +287,7 @@ def place(image, affine, cfg, mask=None, channels=()):
                              f"{np.shape(image)}; bring it to the image's grid.")
     images = (image, *channels)
     box = focus(images, affine, cfg, mask)
-    placed = [to_grid(normalised(one, cfg), affine, cfg["data.img_size"], cfg["data.spacing_mm"], box=box)
+    placed = [to_grid(scaled(one, cfg)[0], affine, cfg["data.img_size"], cfg["data.spacing_mm"], box=box)
               for one in images]
     return torch.from_numpy(np.stack([array for array, _ in placed]))[None], placed[0][1]
 
@@ -297,11 +297,5 @@ def focus(images, affine, cfg, mask):
     if not cfg["data.crop_above"]:
         return None
     if mask is None:
-        mask = np.max([normalised(one, cfg) for one in images], axis=0) > cfg["data.crop_above"]
+        mask = np.max([scaled(one, cfg)[0] for one in images], axis=0) > cfg["data.crop_above"]
     return foreground_box(to_canonical(mask > 0, affine)[0])
-
-
-def normalised(image, cfg):
-    """Intensities in 0 .. 1, scaled as in training."""
-    image = np.asarray(image, np.float32)
-    return rescale(image, *intensity_limits(image, cfg))

@@ -10,7 +10,8 @@ AFFINES = ("rigid", "affine")
 STARTS = ("auto", "header", "centre")
 SIMILARITIES = tuple(KEYS["registration.similarity"][1])
 LABELS = ("smooth", "nearest")  # ways to carry label maps
-ALSO = ("h5", "mat", "nrrd", "mha", "mgz", "bids")  # what is written for other programs on request
+IMAGES = ("nrrd", "mha", "mgz")  # formats of Dataloader/nifti.py in which warped volumes are written on request
+ALSO = ("h5", "mat", *IMAGES, "bids")  # what is written for other programs on request
 
 
 def is_list(args):

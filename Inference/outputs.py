@@ -13,6 +13,7 @@ from Dataloader.nifti import read_header, read_raw_header, stored_type, write_fi
 from Dataloader.points import write_points
 from Dataloader.transforms import write_field_h5, write_matrix
 from Diffusion.fields import jacobian_determinant
+from Inference.choices import IMAGES
 from Inference.labels import apply_label
 from Inference.pair_figures import pair_figure, read_pair, write_pair_page, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of
@@ -129,7 +130,7 @@ def make_folder(path):
 def write_pair(folder, pair, result, warped_label, points_mm, disp, also):
     """Write the files of a registration. warped_label: (*fixed) or None. Others as for `write_row`."""
     header, affine = read_raw_header(pair["fixed"]), result.fixed.affine
-    for suffix in ("nii.gz", *(word for word in ("nrrd", "mha", "mgz") if word in also)):
+    for suffix in ("nii.gz", *(word for word in IMAGES if word in also)):
         if warped_label is not None:
             write_warped(folder / f"warped_label.{suffix}", warped_label, pair["moving_label"], affine, header)
         write_warped(folder / f"warped.{suffix}", result.warped, pair["moving"], affine, header)

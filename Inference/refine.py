@@ -30,6 +30,8 @@ from Dataloader.grids import slabs
 from Diffusion.device_ops import interpolation_matrix, product_along
 from Diffusion.fields import compose, interpolate, masked, resize_field, side_lengths, warp
 from Diffusion.losses import (
+    MEASURES,
+    OF_TWO_MODALITIES,
     conditional_means,
     correlation_slope,
     each_channel,
@@ -42,7 +44,7 @@ from Diffusion.losses import (
     window_statistics,
 )
 
-OF_TWO_MODALITIES = ("mapped", "mind")
+CORRELATION = ("auto", "correlation")
 BINS = 32  # of the intensities that are mapped to those of the other modality
 # Weight of the correlation of gradient magnitudes, relative to that of intensities. With 0.3 hippocampi gain 0.01 Dice,
 # and brains, mice and livers a little; with 1 hippocampi gain 0.014 and brains lose 0.01.
@@ -183,7 +185,7 @@ def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
         spread = [gaussian(c, weight ** 0.5 * r, device) for c, r in zip(control, ratio)]
         parts, lines = slabs(size), torch.eye(size[0], device=device) if to_control[0] is None else to_control[0]
         statistics = None
-        if len(parts) == 1 and small["moving_mask"] is None and cfg["registration.similarity"] not in OF_TWO_MODALITIES:
+        if len(parts) == 1 and small["moving_mask"] is None and cfg["registration.similarity"] in CORRELATION:
             statistics = window_statistics(small["fixed"][:, :small["compared"]], cfg["refine.window"],
                                            small["fixed_mask"])
         for _ in range(count):
@@ -210,7 +212,7 @@ def pair_at_level(pair, factor, cfg):
     channel counts images, C, and compared, C + E, with the edges.
     """
     structures, small, kind = pair["structures"], {}, cfg["registration.similarity"]
-    with_edges = kind not in OF_TWO_MODALITIES
+    with_edges = kind in CORRELATION
     for number, side in enumerate(("moving", "fixed")):
         image, mask = pair[side], pair[f"{side}_mask"]
         shown = torch.cat([image, edges(image, mask)], dim=1) if with_edges else image
@@ -272,6 +274,9 @@ def force(warped, weight, pair, statistics, cfg, mean_of_all=True):
     image, fixed, there = warped[:, :compared], pair["fixed"][:, :compared], pair["fixed"][:, compared:]
     if kind == "mind":
         by_value = slope_of(lambda seen: mind_similarity(seen, fixed, weight), image)
+    elif kind not in (*CORRELATION, "mapped"):
+        measure, squared = MEASURES[kind], cfg["registration.squared"]
+        by_value = slope_of(lambda seen: measure(seen, fixed, window, squared, weight), image)
     else:
         if kind == "mapped":  # each intensity becomes the mean of the moving image at the same voxels
             own = each_channel(fixed)

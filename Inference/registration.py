@@ -30,13 +30,12 @@ from Dataloader.grids import (
     SMOOTH_SIGMA,
     foreground_box,
     of_slab,
-    rescale,
     to_canonical,
     to_grid,
     varying_box,
 )
 from Dataloader.nifti import one_plane
-from Dataloader.prepare import intensity_limits
+from Dataloader.prepare import scaled
 from Dataloader.transforms import is_field, read_any_field, read_matrix
 from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source, shape_of
 from Diffusion.fields import compose, resample, then_affine, warp
@@ -359,7 +358,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
     if not as_trained:
         fixed, moving = without_padding(fixed), without_padding(moving)
     (fixed01, *fixed_rest), (moving01, *moving_rest) = (
-        [rescale(array, *intensity_limits(array if volume.mask is None or as_trained else array[volume.mask > 0], cfg))
+        [scaled(array, cfg, None if volume.mask is None or as_trained else array[volume.mask > 0])[0]
          for array in arrays(volume)] for volume in (fixed, moving))
     brightest = np.max([fixed01, *fixed_rest[:cfg["data.channels"] - 1]], axis=0)
     work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained, brightest, most)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from Dataloader import points
 from Dataloader.datalist import MOST_CHANNELS
 from Dataloader.formats import digest
+from Inference.choices import IMAGES
 from Inference.pair_figures import PAIR_PAGE, means
 from Inference.scores import COLUMNS
 from Runtime import __version__, run_lock
@@ -30,10 +31,11 @@ from Runtime.workers import run_tasks
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
            "segmented_fixed.nii.gz", "segmented_moving.nii.gz", "picture.png", PAIR_PAGE, "field.h5",
            "inverse_field.h5", "affine.mat", *points.WRITTEN,
-           *(f"{name}.{suffix}" for name in ("warped", "warped_label") for suffix in ("nrrd", "mha", "mgz")),
+           *(f"{name}.{suffix}" for name in ("warped", "warped_label") for suffix in IMAGES),
            *(f"warped_channel_{number}.nii.gz" for number in range(2, MOST_CHANNELS + 1)))  # of a pair, in its folder
 # Names in the folder of results that no input file may have, whatever outputs are requested.
-RESERVED = (r"(warped.*|field|inverse_field|jacobian|segmented_fixed|segmented_moving)\.(nii|nii\.gz|nrrd|mha|mgz|h5)$"
+RESERVED = (r"(warped.*|field|inverse_field|jacobian|segmented_fixed|segmented_moving)\."
+            rf"(nii|nii\.gz|{'|'.join(IMAGES)}|h5)$"
             rf"|({'|'.join(map(re.escape, points.WRITTEN))}|affine\.mat)$")
 PARTS = "parts"  # folder of the results of parts of a list
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg

@@ -132,7 +132,7 @@ def check_config(flat, path):
             near = difflib.get_close_matches(key, flat, n=1, cutoff=0.0)
             beside = f" (beside {near[0]})" if near else ""
             raise InputError(f"{path}: the key {key} is missing; add it{beside}, or begin the file with "
-                             "`base: config_om.yaml`, which has every key.")
+                             "`base: config_om.yaml`, which has every key (a new one has to be added there).")
         cfg[key] = convert(key, flat[key], rule, path)
     for key in PATHS:
         cfg[key] = os.path.expanduser(os.path.expandvars(cfg[key]))
@@ -269,7 +269,9 @@ def modes_of(cfg, modes):
     """
     wanted = [mode for mode in modes.values() if any(cfg[f"loss.{weight}"] for weight in mode.weights)]
     if not wanted:
-        raise InputError("every weight of `loss` is 0, so nothing would be learned: give at least one mode a weight.")
+        weights = ", ".join(f"loss.{weight}" for mode in modes.values() for weight in mode.weights)
+        raise InputError(f"{weights} are all 0, so no mode is trained and nothing would be learned: give one of them a "
+                         "value.")
     blind = [mode for mode in wanted if mode.needs_condition and cfg["model.condition_type"] == "none"]
     if blind:
         weights = ", ".join(f"loss.{weight}" for mode in blind for weight in mode.weights)

@@ -66,7 +66,7 @@ def test_a_refused_start_leaves_no_folder_and_is_no_death(tmp_path, capsys):
     assert list((tmp_path / "Models").iterdir()) == [] and not (tmp_path / "Logs").exists()
     make_data(tmp_path, size=8)
     assert om.main(arguments(tmp_path, **changes, run__epochs=1)) == 0
-    assert "all training volumes are of one subject, so mode 2 has nobody" in capsys.readouterr().out
+    assert "all training volumes are of one subject, so mode 2 has no other" in capsys.readouterr().out
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     before = read_run(run)
     assert find_all(before) == []

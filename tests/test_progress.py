@@ -84,7 +84,7 @@ def test_the_recipe_of_a_new_loss(tmp_path):
     applied = subprocess.run(["git", "apply", "bending.diff"], cwd=code, env=git, capture_output=True, text=True)
     assert applied.returncode == 0, applied.stderr
     make_data(tmp_path)
-    words = [word for item in settings(tmp_path, run__epochs=1) for word in ("--set", item)]
+    words = [word for item in settings(tmp_path, run__epochs=1, loss__bend=0.03) for word in ("--set", item)]
     ended = launching.run([sys.executable, "-c", TRY, "--config", "Config/config_demo.yaml", *words], cwd=code,
                           timeout=200, env={**git, "PYTHONPATH": str(code)})
     assert ended.returncode == 0 and "1 passed" in ended.stdout, ended.stdout + ended.stderr

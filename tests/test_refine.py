@@ -5,6 +5,7 @@ import torch
 
 from Dataloader import grids
 from Dataloader.synthetic import make_subject
+from Diffusion import losses
 from Diffusion.fields import exponential, warp
 from Diffusion.losses import image_similarity, local_correlation
 from Diffusion.metrics import folding_percent
@@ -73,6 +74,18 @@ def test_a_known_deformation_is_found(dims):
     before, after = ((image - fixed).square().mean() for image in (moving, warp(moving, field, padding="border")))
     assert after < 0.15 * before
     assert alike(moving, fixed, field, cfg) > alike(moving, fixed, None, cfg) + 0.05
+
+
+def test_a_measure_of_ones_own_is_the_one_that_grows(monkeypatch):
+    def squares(image, target, window, squared, weight):
+        return 1.0 - (image - target).square().mean()
+
+    monkeypatch.setitem(losses.MEASURES, "squares", squares)
+    moving, fixed, _ = pair(3)
+    cfg = {**config(refine__levels=2), "registration.similarity": "squares", "refine.weight": 1.0}
+    field, other = (refined(moving, fixed, None, 30, {**cfg, **more}) for more in (
+        {}, {"registration.similarity": "correlation"}))
+    assert alike(moving, fixed, field, cfg) > alike(moving, fixed, None, cfg) and not torch.equal(field, other)
 
 
 def test_it_goes_on_from_the_field_given_and_interpolates_once():

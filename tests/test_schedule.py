@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from Diffusion.networks import build_network
-from Diffusion.optim import ema_weights, learning_rate, new_ema, update_ema
+from Diffusion.optim import ema_weights, learning_rate, load_optimizers, new_ema, update_ema
 from tests.tiny import config
 
 
@@ -21,6 +21,23 @@ def test_cosine_ends_at_zero_with_the_last_epoch_and_not_before():
     assert learning_rate(cfg, 99, 0.99) == pytest.approx(1 + math.cos(0.99 * math.pi))
     assert learning_rate(cfg, 99, 0.99) > 0 and learning_rate(cfg, 100, 1.0) == 0 == learning_rate(cfg, 250, 2.5)
     assert learning_rate(cfg, 7, 0.5) == learning_rate(cfg, 700, 0.5)
+
+
+def test_a_checkpoint_brings_moments_but_not_the_options_of_its_optimizer():
+    def after_a_step(**options):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True, **options)
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    saved, optimizer = after_a_step(weight_decay=0.0).state_dict(), after_a_step(weight_decay=0.1)
+    saved["state"][0]["exp_avg"] += 1.0
+    load_optimizers({"shared": optimizer}, saved)
+    now = optimizer.state_dict()
+    assert now["param_groups"][0]["weight_decay"] == 0.1
+    assert all(torch.equal(now["state"][0][name], value) for name, value in saved["state"][0].items())
 
 
 def test_average_follows_its_definition():

@@ -9,9 +9,8 @@ from scipy import ndimage
 
 import OM_register
 import OM_train_3modes as om
-from Dataloader.grids import rescale
 from Dataloader.nifti import read_label, write_volume
-from Dataloader.prepare import intensity_limits
+from Dataloader.prepare import scaled
 from Dataloader.synthetic import make_subject
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
@@ -293,7 +292,7 @@ def test_what_is_segmented_lies_on_the_grid_of_each_volume_by_its_label(grid, la
     fixed, moving = turned_pair()
     found = register(fixed, moving, model=(net, cfg), affine=False, start="centre", refine=2)
     for side, (image, _) in (("fixed", fixed), ("moving", moving)):
-        expected = Bands()(torch.from_numpy(rescale(image, *intensity_limits(image, cfg)))[None, None])[0].argmax(0)
+        expected = Bands()(torch.from_numpy(scaled(image, cfg)[0])[None, None])[0].argmax(0)
         there = torch.from_numpy(getattr(found, f"segmented_{side}").astype(np.int64))
         assert there.shape == image.shape and tuple(there.unique().tolist()) == named, side
         assert min(dice(there, torch.tensor(named)[expected], named[1:])) > 0.85, side
