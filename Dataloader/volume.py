@@ -21,6 +21,7 @@ from Dataloader.nifti import (
 )
 from Runtime.errors import InputError
 
+AIR, CLEAR = -1024, 76  # HU: no tissue is darker than the first; less than that by the second is no noise of air
 KINDS = "give a path, a nibabel or SimpleITK image, an array, or (array, affine 4x4)"
 
 
@@ -199,3 +200,12 @@ def read_further(sources, volume):
                           f"its volume {volume.name}", volume.array.shape, volume.affine, "resample it to the volume")
         read.append(channel)
     return tuple(read)
+
+
+def without_filler(volume):
+    """A CT Volume in which what the scanner has not reconstructed, such as -3024 or -2000 HU, is air; others as they
+    are."""
+    below = volume.array[volume.array < AIR - CLEAR]
+    if not below.size or (below == below.min()).mean() < 0.5:
+        return volume
+    return dataclasses.replace(volume, array=np.maximum(volume.array, np.float32(AIR)))

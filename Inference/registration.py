@@ -37,11 +37,11 @@ from Dataloader.grids import (
 from Dataloader.nifti import one_plane
 from Dataloader.prepare import scaled
 from Dataloader.transforms import is_field, read_any_field, read_matrix
-from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source, shape_of
+from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source, shape_of, without_filler
 from Diffusion.fields import compose, resample, then_affine, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.predict import best_field, label_map, segmented, segmented_labels
-from Inference.affine import ONE_SIGN, WINDOW, align_affine
+from Inference.affine import FOREGROUND, ONE_SIGN, WINDOW, align_affine
 from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS, STEPS_CONTINUED
 from Inference.labels import apply_field
 from Inference.load_model import changed_config, load_model
@@ -61,6 +61,9 @@ AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 220, 20, 50
 FINE = 50  # for each voxel of the fixed grid, while it is refined slab by slab
 NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its start after going there and back
 FAR_APART = 50.0  # percent of the fixed field of view; if the moving one covers less, a warning says so
+# A moving volume that covers less of the fixed field of view, and more than CUT of one of whose sides is foreground, is
+# compared only where it was scanned: its border is no anatomy.
+WHOLE_PERCENT, CUT = 95.0, 0.25
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -207,7 +210,8 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
     began = time.perf_counter()
     with own_settings(fixed.array.size):
-        seen_fixed, seen_moving = within_memory(fixed), within_memory(moving)
+        seen_fixed, seen_moving = (within_memory(without_filler(volume) if net is None else volume)
+                                   for volume in (fixed, moving))
         placed = align(seen_fixed, seen_moving, affine, start, cfg, device, as_trained=net is not None)
         cfg = cfg | {"registration.similarity": placed.compared_by}
         if known is not None:
@@ -377,7 +381,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
             compared_by = "mind"
     seconds = time.perf_counter() - began if affine else 0.0
 
-    pair = {}
+    pair, overlap = {}, overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
     for side, volume, images, to_world in (("fixed", fixed, fixed_rest, work_affine),
                                            ("moving", moving, [moving01, *moving_rest], matrix @ work_affine)):
         images = [_on_working_grid(image, volume.affine, to_world, work_fixed.shape) for image in images]
@@ -387,9 +391,17 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
             mask = _on_working_grid(volume.mask, volume.affine, to_world, work_fixed.shape)
             pair[f"{side}_mask"] = (mask > 0.99).astype(np.float32)[None]
             require_mask(pair[f"{side}_mask"], volume)
-    overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
+    if not as_trained and moving.mask is None and overlap < WHOLE_PERCENT and is_cut_off(moving01):
+        seen = _on_working_grid(np.ones_like(moving01), moving.affine, matrix @ work_affine, work_fixed.shape) > 0.99
+        pair["moving_mask"] = seen.astype(np.float32)[None] if seen.any() else None
     return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, seconds, alignment,
                   compared_by)
+
+
+def is_cut_off(image):
+    """Whether a side of the field of view cuts through what a volume shows. image: (*spatial), in 0 .. 1."""
+    faces = [np.take(image, end, axis) for axis in range(image.ndim) for end in (0, -1)]
+    return any((face > FOREGROUND).mean() > CUT for face in faces)
 
 
 def within_memory(volume):

@@ -4,6 +4,7 @@ import torch
 
 from Dataloader.grids import intensity_range, thinning
 from Dataloader.nifti import is_segmentation, move_points
+from Dataloader.volume import without_filler
 from Diffusion.fields import jacobian_determinant, then_affine, warp
 from Diffusion.losses import box_mean, weighted_variance
 from Diffusion.metrics import average, dice, folding_percent, folding_scores, hd95, sdlogj
@@ -19,6 +20,7 @@ COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_m
 WINDOW = 9  # voxels of the fixed grid, side of the cubes of `local_similarity`
 STRETCHED = 5  # factor by which a deformation changes volume; no anatomical change is that large
 CONTRAST = 0.03  # standard deviation in a cube, as a part of the volume's range; above it the cube shows something
+SHOWN = CONTRAST / 2  # the same for the moved volume, since interpolation and another range of intensities lower it
 
 
 def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_sign=None, device="cpu"):
@@ -30,6 +32,8 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
     similarities. Returns: dict.
     """
     step, moving_step = thinning(fixed.array.shape), thinning(moving.array.shape)
+    filled, fixed, moving = moving, without_filler(fixed), without_filler(moving)
+    warped = warped if filled is moving else np.maximum(warped, moving.array.min())
     fixed, warped, field = fixed.every(step), warped[(slice(None, None, step),) * warped.ndim], every(field, step)
     by_header = np.zeros_like(field)
     before = apply_field(moving.array, moving.affine, by_header, fixed.affine)
@@ -48,7 +52,7 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
     if inverse is not None:
         scores.update(inverse_scores(field, fixed.affine, every(inverse, moving_step),
                                      moving.every(moving_step).affine, body))
-    scores["verdict"], scores["reason"] = judge({**scores, "one_sign": one_sign})
+    scores["verdict"], scores["reason"] = judge({**scores, "one_sign": one_sign, "overlap_percent": 100 * seen.mean()})
     return scores
 
 
@@ -83,13 +87,13 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
     return scores, body[0, 0].cpu().numpy()
 
 
-def body_of(variance):
-    """Where a volume has contrast: booleans of the shape of its local variance, see `contrast`.
+def body_of(variance, least=CONTRAST):
+    """Where a volume has contrast above `least`: booleans of the shape of its local variance, see `contrast`.
 
     A voxel belongs to it if there is contrast in the cube around it and around each voxel of that cube. Without the
     second condition, the body would reach half a cube into empty space, where cubes hold only the outline.
     """
-    share = box_mean((variance > CONTRAST ** 2).float(), WINDOW)
+    share = box_mean((variance > least ** 2).float(), WINDOW)
     return share > 1 - 0.5 / WINDOW ** (variance.dim() - 2)
 
 
@@ -120,7 +124,7 @@ def local_similarity(fixed, moved, body, seen):
     _, moved_mean, moved_variance = contrast(moved, weight)
     covariance = box_mean(weight * fixed * moved, WINDOW) / count - fixed_mean * moved_mean
     correlation = covariance ** 2 / (fixed_variance.clamp(min=1e-6) * moved_variance.clamp(min=1e-6))
-    shown = seen & body_of(moved_variance)
+    shown = seen & body_of(moved_variance, SHOWN)
     return float(torch.where(seen, correlation.clamp(max=1), 0)[body].mean()), shown
 
 

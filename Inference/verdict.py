@@ -10,9 +10,11 @@ import statistics
 VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
 # (doubtful, failed): beyond the first number a pair is doubtful, beyond the second it has failed.
 ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed one
-ALIKE_OF_TWO = (1.0, 0.2)  # the same for two modalities, where no score shows whether the volumes match
+ALIKE_OF_TWO = (1.0, 0.11)  # the same for two modalities, where no score shows whether the volumes match
 LOST = 0.01  # similarity that smoothing may cost two volumes that were alike from the start
-COVERED_PERCENT = (75.0, 20.0)  # least part of the fixed body that the moving one covers; it may show only a part
+# Least part of the fixed body that the moving one covers, which may show only a part; the second of what its field of
+# view reaches.
+COVERED_PERCENT = (65.0, 20.0)
 SCALES = (1.5, 3.0)  # largest factor by which an axis is stretched or shrunk
 SHEAR_DEGREES = (25.0, 45.0)
 TURN_DEGREES = 75.0  # from the headers; beyond it a volume may be mirrored and still look alike
@@ -88,9 +90,10 @@ def _alike(scores):
 
 
 def _covered(scores):
-    limits = COVERED_PERCENT
+    least = COVERED_PERCENT[1]
     if scores.get("compared_by", "correlation") != "correlation":
-        limits = COVERED_PERCENT[0], 0.0  # where a volume shows nothing the other modality may show something
+        least = 1.0  # where a volume shows nothing the other modality may show something
+    limits = COVERED_PERCENT[0], least * scores.get("overlap_percent", 100.0) / 100
     if level := _level(scores.get("covered_percent"), limits, larger_is_worse=False):
         yield level, (f"the moving volume covers only {scores['covered_percent']:.0f} % of what the fixed one "
                       "shows: check that both show the same part of the body.")

@@ -223,6 +223,27 @@ def test_intensities_that_a_mask_leaves_out_change_nothing():
         assert results[0].similarity == pytest.approx(result.similarity, abs=1e-4)
 
 
+def test_beyond_a_field_of_view_that_cuts_the_anatomy_nothing_counts():
+    """The error in what the moving volume shows is that of the whole volume, or the border would pull on the field."""
+    fixed, moving = (volume[0, 0].numpy() for volume in known_pair(3)[:2])
+    kept = round(0.6 * moving.shape[1])
+    whole, half = (register(fixed, image, affine=False, device="cpu").field for image in (moving, moving[:, :kept]))
+    seen = np.s_[:, :, :kept - 4]
+    apart, far = np.abs(half[seen] - whole[seen]).max(), np.abs(whole[seen]).max()
+    assert apart < 0.25 * far
+
+
+@pytest.mark.parametrize("filler", [-3024.0, -2000.0])
+def test_what_a_scanner_has_not_reconstructed_is_air(filler):
+    image, target = (1500.0 * make_subject(seed, SIZE)["image"] - 1000.0 for seed in (0, 1))
+    circle = np.hypot(*np.meshgrid(*(np.linspace(-1, 1, n) for n in SIZE[:2]), indexing="ij"))[..., None] < 1.0
+    found = [register((target, SPACING_MM), (np.where(circle, image, value), SPACING_MM), device="cpu", refine=3)
+             for value in (filler, -1024.0)]
+    assert found[0].warped.min() < -1500, "the result has what the file has"
+    np.testing.assert_array_equal(found[0].field, found[1].field)
+    assert found[0].similarity == pytest.approx(found[1].similarity, abs=1e-3) and found[0].verdict == found[1].verdict
+
+
 def test_a_mask_too_thin_to_count_is_one_sentence():
     """On the isotropic grid no voxel lies wholly within one thick slice: nothing moved, without a word."""
     volume, thin = (make_subject(7, SIZE)["image"], np.diag([0.5, 0.5, 4, 1])), np.zeros(SIZE)
