@@ -430,7 +430,8 @@ def _require_bytes(path, image, present):
 def _require_finite(path, array):
     bad = array.size - np.count_nonzero(np.isfinite(array))
     if bad:
-        raise InputError(f"{path}: {bad} of {array.size} voxels are NaN or infinite; repair or remove the volume.")
+        raise InputError(f"{path}: {bad} of {array.size} voxels are NaN or infinite; set them to the background, as "
+                         "numpy.nan_to_num or `fslmaths IN -nan OUT` does, or leave the volume out.")
 
 
 def one_plane(shape):
