@@ -156,7 +156,7 @@ def write_scores(folder, scores, failed):
 
 def require_own_scores(folder):
     """Raise InputError if scores in a folder would replace files that are not of an earlier run."""
-    taken = next((path for name in ("json", "csv", "html") if (path := folder / f"scores.{name}").exists()), None)
+    taken = next(filter(Path.exists, (folder / f"scores.{suffix}" for suffix in ("json", "csv", "html"))), None)
     earlier = read_json(taken) if taken and taken.suffix == ".json" else None
     if taken and not (isinstance(earlier, dict) and {"pairs", "failed", "mean"} == set(earlier)):
         raise InputError(f"{taken}: it is not of an earlier run, and the scores would replace it; choose another "

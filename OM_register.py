@@ -110,7 +110,8 @@ def check_arguments(args):
         if args.inverse:
             raise InputError("--apply takes the field as it is: leave out --inverse, and apply inverse_field.nii.gz, "
                              "which a registration with --inverse writes.")
-        if others := [f"--{name.replace('_', '-')}" for name in args.given if name not in WITH_A_FIELD]:
+        others = [f"--{name.replace('_', '-')}" for name in args.given if name not in WITH_A_FIELD]
+        if others:
             raise InputError("--apply uses an existing field and scores nothing: leave out " + ", ".join(others) + ".")
         if not (args.moving or args.moving_label or args.points):
             raise InputError("--apply needs something to move: --moving, --moving-label or --points.")

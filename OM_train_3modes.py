@@ -401,7 +401,8 @@ def train_step(run, volumes, pairs, **raised):
     progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if nonfinite else 0
     terms = {}
     for name, result in results.items():
-        if twice := terms.keys() & result.terms:
+        twice = terms.keys() & result.terms
+        if twice:
             raise InputError(f"mode {name} and an earlier one both return a loss term {min(twice)}; rename one.")
         terms.update(result.terms)
     line = {"epoch": progress.epoch, "ang": terms.get("ang"), "open": gate_open, "nonfinite": nonfinite,

@@ -136,7 +136,7 @@ def test_the_published_weights_can_be_given_away(folder, tmp_path):
     assert all(map(torch.equal, net.state_dict().values(), same.state_dict().values()))
     text = card.read_text()
     assert "Medical Image Analysis 110 (2026) 103987" in text and "license: apache-2.0\n" in text
-    assert "OM_augment.py --image" in text and "OM_register.py" not in text
+    assert "omnimorph augment --image" in text and "omnimorph register" not in text
 
 
 def test_a_training_begins_from_the_published_weights(folder, tmp_path):

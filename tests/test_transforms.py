@@ -296,7 +296,7 @@ def test_the_program_takes_it_and_leaves_files_for_others(far_apart, tmp_path, c
 @pytest.mark.parametrize("words, sentence", [
     (["--pairs", "p.json", "--initial", "a.mat", "--model", "none", "--refine"], "sets the start of one pair"),
     (["--start", "centre", "--initial", "a.mat", "--model", "none", "--refine"], "leave out --pairs and --start"),
-    (["--apply", "f.nii.gz", "--also", "h5"], "leave out --pairs, --model, --affine, --refine, --initial, --also, "),
+    (["--apply", "f.nii.gz", "--also", "h5"], "scores nothing: leave out --also."),
     (["--initial", "none.mat", "--model", "none", "--refine"], "none.mat: no such file"),
     (["--initial", "way.h5", "--inverse", "--model", "none", "--refine"], "starts from a field cannot be inverted")])
 def test_what_does_not_fit_together_is_one_sentence(far_apart, tmp_path, capsys, monkeypatch, words, sentence):
