@@ -63,7 +63,7 @@ NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its s
 FAR_APART = 50.0  # percent of the fixed field of view; if the moving one covers less, a warning says so
 # A moving volume that covers less of the fixed field of view, and more than CUT of one of whose sides is foreground, is
 # compared only where it was scanned: its border is no anatomy.
-WHOLE_PERCENT, CUT = 90.0, 0.25
+WHOLE_PERCENT, CUT = 95.0, 0.25
 
 
 @dataclasses.dataclass(eq=False, repr=False)
