@@ -7,6 +7,8 @@ says which limits these others have changed.
 """
 import statistics
 
+from Diffusion.losses import OF_TWO_MODALITIES
+
 VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
 # (doubtful, failed): beyond the first number a pair is doubtful, beyond the second it has failed.
 ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed one
@@ -73,7 +75,7 @@ def _affine(scores):
 
 def _alike(scores):
     before, after = scores.get("similarity_before"), scores.get("similarity")
-    two_modalities = scores.get("compared_by", "correlation") != "correlation"
+    two_modalities = scores.get("compared_by") in OF_TWO_MODALITIES
     # A correct pair of two modalities needs no linear relation. A user who chose another measure knows that.
     if after is None or (two_modalities and scores.get("one_sign") is None):
         return
@@ -91,7 +93,7 @@ def _alike(scores):
 
 def _covered(scores):
     least = COVERED_PERCENT[1]
-    if scores.get("compared_by", "correlation") != "correlation":
+    if scores.get("compared_by") in OF_TWO_MODALITIES:
         least = 1.0  # where a volume shows nothing the other modality may show something
     limits = COVERED_PERCENT[0], least * scores.get("overlap_percent", 100.0) / 100
     if level := _level(scores.get("covered_percent"), limits, larger_is_worse=False):
