@@ -114,7 +114,7 @@ def inferred_weight(pair, field, cfg):
         found = resize_field(deformed(halves, start, levels, weight, cfg), size)
         warped, counts = warp_pair(whole, found)
         values, counted = local_correlation_map(warped[:, :images], whole["fixed"][:, :images], cfg["refine.window"],
-                                                cfg["registration.squared"])
+                                                cfg["registration.squared"], counts)
         counts = measured if counts is None else measured * counts
         return float(weighted_mean(values * counted, counts) / weighted_mean(counted, counts).clamp(min=1e-6))
 
