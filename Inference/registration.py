@@ -182,7 +182,8 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     similarity: one of SIMILARITIES, see `image_similarity`. With "auto", an affine alignment by correlation decides
     whether the pair shows two modalities, which are then compared by "mind". None: the config's
     registration.similarity.
-    fixed_mask, moving_mask: as the volumes; alignment, refinement and similarity use only voxels above 0.
+    fixed_mask, moving_mask: as the volumes; alignment, refinement and similarity use only voxels above 0. Without a
+    moving mask, what lies beyond a moving field of view that cuts the anatomy does not count in the refinement either.
     fixed_channels, moving_channels: lists of further channels, as the volumes, in the same order; refinement and
     similarity compare them too. Masks and channels are on the grids of their volumes. A network sees as many channels
     as it was trained with (data.channels), usually only the first.
