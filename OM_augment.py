@@ -68,7 +68,7 @@ from Inference.draws import (
 )
 from Inference.labels import carry, without_affine
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
-from Inference.nnunet import cases_of, require_no_negative, write_dataset
+from Inference.nnunet import cases_of, require_no_negative, write_dataset, write_splits
 from Inference.outputs import grid_header, write_moved
 from Inference.registration import register
 from Runtime import run_lock
@@ -415,6 +415,8 @@ def run(args):
             kept = write_lists(out, items, draws, records)
             if args.nnunet:
                 folder = write_dataset(out, args.nnunet, items, draws, cfg["model.dims"], args.data)
+                subjects = {target["id"]: target.get("subject") for target in WORKER["targets"]}
+                write_splits(folder, items, draws, {record["name"]: subjects.get(record["target"]) for record in kept})
                 print(f"nnU-Net: {folder.resolve()}", file=sys.stderr)
             shown = {target["id"]: target for target in WORKER["targets"]} if args.register is not None else {}
             summary = write_report(out, describe(job, cfg), items, kept, refused, cfg["model.dims"], shown)

@@ -15,6 +15,7 @@ SMOOTH_ABOVE = 1.5  # an axis that shrinks by more is smoothed first
 SMOOTH_SIGMA = 0.4  # sigma of that Gaussian, in voxels of the target grid
 SAME_GRID = 0.1  # largest distance, in voxels, between the corners of two grids that count as the same
 MOST_VOXELS = 256 ** 3  # processed at once; larger volumes use a coarser grid, or one slab after the other
+AIR, CLEAR = -1024, 76  # HU: no tissue is darker than the first; less than that by the second is no noise of air
 
 
 def intensity_range(array, low=0.5, high=99.5):
@@ -25,6 +26,17 @@ def intensity_range(array, low=0.5, high=99.5):
     """
     bottom, top = np.percentile(array, [low, high])
     return (float(bottom), float(top)) if top > bottom else (float(array.min()), float(array.max()))
+
+
+def air_for_filler(array):
+    """A CT volume in which what the scanner has not reconstructed, such as -3024 or -2000 HU, is air.
+
+    The array itself if there is none.
+    """
+    below = array[array < AIR - CLEAR]
+    if not below.size or (below == below.min()).mean() < 0.5:
+        return array
+    return np.maximum(array, np.float32(AIR))
 
 
 def rescale(array, bottom, top):

@@ -5,7 +5,15 @@ import nibabel
 import numpy as np
 from scipy import ndimage
 
-from Dataloader.grids import foreground_box, intensity_range, require_same_grid, rescale, to_canonical, to_grid
+from Dataloader.grids import (
+    air_for_filler,
+    foreground_box,
+    intensity_range,
+    require_same_grid,
+    rescale,
+    to_canonical,
+    to_grid,
+)
 from Dataloader.nifti import read_channels, read_label, read_numbers, read_raw_header, read_volume, require_image
 from Runtime.errors import InputError
 
@@ -76,7 +84,7 @@ def scaled(array, cfg, counted=None):
     They are data.window, or else data.percentiles of the voxels that count. counted: these; None for all.
     Returns: float32 array in the shape of `array`, [low, high].
     """
-    array = np.asarray(array, np.float32)
+    array = air_for_filler(np.asarray(array, np.float32))
     limits = cfg["data.window"] if any(cfg["data.window"]) else (
         intensity_range(array if counted is None else counted, *cfg["data.percentiles"]))
     return rescale(array, *limits), list(map(float, limits))

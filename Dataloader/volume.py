@@ -8,7 +8,7 @@ import nibabel
 import numpy as np
 
 from Dataloader import formats
-from Dataloader.grids import require_same_grid
+from Dataloader.grids import air_for_filler, require_same_grid
 from Dataloader.nifti import (
     READ_ERRORS,
     as_nifti,
@@ -21,7 +21,6 @@ from Dataloader.nifti import (
 )
 from Runtime.errors import InputError
 
-AIR, CLEAR = -1024, 76  # HU: no tissue is darker than the first; less than that by the second is no noise of air
 KINDS = "give a path, a nibabel or SimpleITK image, an array, or (array, affine 4x4)"
 
 
@@ -161,7 +160,8 @@ def checked_affine(affine, name):
         affine = np.array(affine, np.float64)
     except (TypeError, ValueError):
         raise InputError(f"{name}: its affine is a {type(affine).__name__}; {KINDS}.") from None
-    if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine)) < 1e-12:
+    lengths = np.linalg.norm(affine[:3, :3], axis=0) if affine.shape == (4, 4) else np.zeros(3)
+    if not np.isfinite(affine).all() or lengths.min() == 0 or abs(np.linalg.det(affine / [*lengths, 1])) < 1e-6:
         shown = affine.tolist() if affine.size <= 16 else f"of shape {affine.shape}"
         raise InputError(f"{name}: the affine {shown} is not an invertible 4x4 matrix; give that of the volume.")
     return affine
@@ -203,9 +203,6 @@ def read_further(sources, volume):
 
 
 def without_filler(volume):
-    """A CT Volume in which what the scanner has not reconstructed, such as -3024 or -2000 HU, is air; others as they
-    are."""
-    below = volume.array[volume.array < AIR - CLEAR]
-    if not below.size or (below == below.min()).mean() < 0.5:
-        return volume
-    return dataclasses.replace(volume, array=np.maximum(volume.array, np.float32(AIR)))
+    """A CT Volume whose filler is air, see `air_for_filler`; others as they are."""
+    array = air_for_filler(volume.array)
+    return volume if array is volume.array else dataclasses.replace(volume, array=array)

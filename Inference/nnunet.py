@@ -143,7 +143,6 @@ def write_dataset(out, name, items, draws, dims, data):
                "labels": {label: number for number, label in enumerate(labels)},
                "numTraining": len(items) * (1 + draws), "file_ending": ".nii.gz", **regions_in(data, numbers)}
     write_file(folder / "dataset.json", json.dumps(content, indent=1) + "\n")
-    write_file(folder / "splits_final.json", json.dumps(splits(items, draws), indent=1) + "\n")
     return folder
 
 
@@ -189,17 +188,24 @@ def link(path, target):
         copy(path, target)
 
 
-def splits(items, draws):
+def write_splits(folder, items, draws, shapes):
+    """Write the `splits` of a data set of `write_dataset`."""
+    write_file(folder / "splits_final.json", json.dumps(splits(items, draws, shapes), indent=1) + "\n")
+
+
+def splits(items, draws, shapes):
     """Folds for nnU-Net: {"train", "val"} lists of cases, by subject, validated on originals.
 
     With fewer than FOLDS subjects, each makes a fold; a single subject makes none, since nothing is left to validate
-    on.
+    on. shapes: {name of a draw: the subject towards which it was made}; its shape is known from it, so it trains no
+    fold that is validated on this subject.
     """
     subjects = sorted({item["subject"] for item in items})
     folds = []
     for fold in range(min(FOLDS, len(subjects)) if len(subjects) > 1 else 0):
         held_out = set(subjects[fold::FOLDS])
         train = [name for item in items if item["subject"] not in held_out
-                 for name in (item["id"], *(draw_name(item, draw) for draw in range(draws)))]
+                 for name in (item["id"], *(draw_name(item, draw) for draw in range(draws)))
+                 if shapes.get(name) not in held_out]
         folds.append({"train": train, "val": [item["id"] for item in items if item["subject"] in held_out]})
     return folds

@@ -211,8 +211,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
     began = time.perf_counter()
     with own_settings(fixed.array.size):
-        seen_fixed, seen_moving = (within_memory(without_filler(volume) if net is None else volume)
-                                   for volume in (fixed, moving))
+        seen_fixed, seen_moving = (within_memory(without_filler(volume)) for volume in (fixed, moving))
         placed = align(seen_fixed, seen_moving, affine, start, cfg, device, as_trained=net is not None)
         cfg = cfg | {"registration.similarity": placed.compared_by}
         if known is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from Dataloader.datalist import list_volumes
-from Dataloader.grids import foreground_box, intensity_range, to_canonical
+from Dataloader.grids import air_for_filler, foreground_box, intensity_range, to_canonical
 from Dataloader.nifti import is_segmentation, read_header, read_volume
 from Dataloader.volume import dims_of
 from Inference.outputs import make_folder
@@ -74,6 +74,7 @@ def look(items):
                 image, turned = to_canonical(*read_volume(item["image"], dims))
                 if is_segmentation(image):
                     raise InputError(f"{item['image']}: looks like a segmentation; give its image.")
+                image = air_for_filler(image)
                 low, high = intensity_range(image)
                 box = foreground_box(image > low + 0.05 * (high - low))
                 row.update(box_mm=(box[1] - box[0]) * row["voxel_mm"], range=(low, high))
@@ -107,7 +108,7 @@ def choose(seen, args, device, out):
     epochs = -(-steps // cost["steps_per_epoch"])
     write_config(out, args, base, size, spacing, len(seen), epochs)
     step_s, steps = cost["step_seconds"], epochs * cost["steps_per_epoch"]
-    return {"img_size": [int(n) for n in size], "spacing_mm": round(spacing, 4), "base": base,
+    return {"img_size": [int(n) for n in size], "spacing_mm": float(f"{spacing:.4g}"), "base": base,
             "memory_gib": round(need / 2 ** 30, 2), "step_seconds": round(step_s, 2),
             "epoch_minutes": round(step_s * cost["steps_per_epoch"] / 60, 2), "epochs": epochs, "steps": steps,
             "hours": round(step_s * steps / 3600, 2)}
@@ -136,7 +137,7 @@ def write_config(out, args, base, size, spacing_mm, volumes, epochs=1):
                "data": {"name": "", "root": str(Path(args.data).resolve()),
                         "train_ids": "", "val_ids": "", "val_fraction": HELD_OUT, "cache": "auto", "expect_samples": 0,
                         "subject_pattern": args.subject_pattern, "img_size": [int(n) for n in size],
-                        "spacing_mm": round(float(spacing_mm), 4)}}
+                        "spacing_mm": float(f"{spacing_mm:.4g}")}}
     plain = load_config(base)
     steps = (1 - HELD_OUT) * volumes * plain["data.repeats"] / plain["data.batchsize"]  # of an epoch, about
     if steps < EPOCH_STEPS:
@@ -186,9 +187,8 @@ def write_plan_page(out, args, items, seen, bad, chosen, advice):
              ("memory of a step", f"{chosen['memory_gib']} GiB", ""),
              ("a step", f"{chosen['step_seconds']} s", "by a trial on noise"),
              ("the training", f"{chosen['hours']} h", f"{chosen['steps']} steps")]
-    rows = [[f"{key}, mm", *(f"{n:.{digits}f}" for bound in (np.min, np.max)
-                             for n in bound([row[f"{key}_mm"] for row in seen], 0))]
-            for key, digits in (("size", 0), ("voxel", 2))]
+    rows = [[f"{key}, mm", *(f"{n:.3g}" for bound in (np.min, np.max)
+                             for n in bound([row[f"{key}_mm"] for row in seen], 0))] for key in ("size", "voxel")]
     axes = ["right", "front", "up"][:seen[0]["dims"]]
     ranges = [[row["id"], *row["range"]] for row in seen if "range" in row]
     command = f"omnimorph prepare --config {out / 'config.yaml'}, then omnimorph train with the same config"

@@ -12,6 +12,7 @@ from Dataloader.datalist import read_datalist
 from Dataloader.nifti import read_field, read_header, read_label, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Inference.augmentation import deform
+from Inference.draws import draw_name
 from Inference.nnunet import cases_of, names_in, regions_in, splits, write_dataset
 from tests.test_nifti import OBLIQUE, make_affine, refused
 from tests.test_om_augment import WORDS
@@ -155,12 +156,15 @@ def test_what_other_programs_may_place_elsewhere_is_written_anew_and_the_rest_co
 
 def test_folds_of_more_subjects_and_of_one():
     items = [{"id": f"c{number}", "subject": f"s{number // 2}"} for number in range(14)]
-    folds = splits(items, 1)
+    folds = splits(items, 1, {})
     assert len(folds) == 5 and sum(len(fold["val"]) for fold in folds) == 14
     for fold in folds:
         subjects = {f"s{int(name[1:]) // 2}" for name in fold["val"]}
         assert not subjects & {f"s{int(re.match('c([0-9]+)', name)[1]) // 2}" for name in fold["train"]}
-    assert splits(items[:2], 1) == []
+    assert splits(items[:2], 1, {}) == []
+    shapes = {draw_name(item, 0): "s3" for item in items}  # all copies were made towards subject 3
+    for fold in splits(items, 1, shapes):
+        assert any("draw" in name for name in fold["train"]) == ("c6" not in fold["val"])
 
 
 def call(capsys, *words):

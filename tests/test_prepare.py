@@ -13,7 +13,7 @@ from Dataloader import cache
 from Dataloader.dataset import as_float
 from Dataloader.grids import SAME_GRID, same_grid
 from Dataloader.nifti import write_volume
-from Dataloader.prepare import describe, on_grid, original_header, to_original
+from Dataloader.prepare import describe, on_grid, original_header, scaled, to_original
 from Dataloader.synthetic import make_subject
 from Runtime.errors import InputError
 from tests.test_nifti import OBLIQUE, make_affine, to_itk
@@ -320,3 +320,12 @@ def test_grids_are_the_same_up_to_rounding(shape):
     turned = OBLIQUE.copy()
     turned[:, 0] *= 1.01
     assert not same_grid(shape, OBLIQUE, shape, turned)
+
+
+def test_filler_of_a_ct_is_air():
+    array = np.linspace(-1000, 800, 1000, dtype=np.float32).reshape(10, 10, 10)
+    filled = np.where(np.arange(10) < 2, np.float32(-3024), array)
+    image, limits = scaled(filled, config())
+    assert limits[0] >= -1024 and image[..., :2].max() == 0
+    np.testing.assert_array_equal(image, scaled(np.maximum(filled, -1024), config())[0])
+    assert scaled(array - 5000, config())[1][0] < -5000, "values that no filler explains stay"
