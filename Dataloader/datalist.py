@@ -258,7 +258,8 @@ def select(source, items, ids):
             chosen.append(item)
     if not chosen:
         raise InputError(f"{source}: ids \"{ids}\" select no volume of the {len(items)} volumes from {items[0]['id']} "
-                         f"to {items[-1]['id']}; correct the ids.")
+                         f"to {items[-1]['id']}; correct the ids, or leave them empty (the config may have them in "
+                         "data.train_ids and data.val_ids).")
     return chosen
 
 

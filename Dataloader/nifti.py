@@ -187,7 +187,14 @@ def open_nifti(path):
         image = nibabel.load(path)
     except READ_ERRORS as error:
         kind = "FreeSurfer" if ends_in(path, FREESURFER) else "NIfTI"
-        raise InputError(f"{path}: not a readable {kind} file ({error}); export it again as .nii.gz.") from error
+        advice = "export it again as .nii.gz"
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            start = file.read(4)
+            if start[:2] == b"\x1f\x8b" and ends_in(path, ".nii"):
+                advice = "it is compressed: rename it to end in .nii.gz"
+            elif ends_in(path, ".gz") and {int.from_bytes(start, order) for order in ("little", "big")} & {348, 540}:
+                advice = "it is not compressed: rename it to end in .nii"
+        raise InputError(f"{path}: not a readable {kind} file ({error}); {advice}.") from error
     if isinstance(image, nibabel.MGHImage):
         return as_nifti(image)
     if not isinstance(image, nibabel.Nifti1Image):
@@ -461,9 +468,11 @@ def _squeezed_shape(path, shape, dims, channels=1):
     if dims == 2 and len(kept) == 3 and 1 in kept:
         raise InputError(f"{path}: {one_plane(kept)}")
     if len(kept) > dims:
-        raise InputError(f"{path}: shape {shape} is not {dims}D; split it into one {dims}D file per volume.")
+        raise InputError(f"{path}: shape {shape} is not {dims}D; split it into one {dims}D file per volume, or "
+                         "set data.channels if its last axis holds the channels of one.")
     if len(kept) < dims or min(kept) < 1:
-        raise InputError(f"{path}: shape {shape} is not {dims}D; check the file and the setting of dims.")
+        raise InputError(f"{path}: shape {shape} is not {dims}D; check the file, and --dims or model.dims, which "
+                         "is 2 for slices.")
     return kept
 
 

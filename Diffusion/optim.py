@@ -232,8 +232,10 @@ def load_optimizers(optimizers, saved):
         for place, parameter in enumerate(parameters):
             if entry := whole_state["state"].get(numbers[parameter]):
                 state[place] = {key: part_like(parameter, value) for key, value in entry.items()}
-        group = {**adam.param_groups[0], "params": list(range(len(parameters)))}
+        lr = whole_state["param_groups"][0]["lr"]  # that of the last step, which a checkpoint without a further one has
+        group = {**adam.param_groups[0], "lr": lr, "params": list(range(len(parameters)))}
         adam.load_state_dict({"state": state, "param_groups": [group]})
+        optimizer.param_groups[0]["lr"] = lr
 
 
 def part_like(parameter, value):

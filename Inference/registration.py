@@ -253,7 +253,8 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
                       **options)
     field = compose(torch.from_numpy(first)[None], torch.from_numpy(result.field)[None])[0].numpy()
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
-    scores = pair_scores(fixed, moving, field, warped, result.matrix, None, result.compared_by, result.one_sign)
+    judged = {key: getattr(result, key) for key in ("compared_by", "one_sign", "overlap_percent")}
+    scores = pair_scores(fixed, moving, field, warped, result.matrix, None, judged)
     return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped,
                                warped_channels=warped_channels, start="field", **scores)
 
@@ -704,8 +705,9 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
             carried = resample(share, np.linalg.inv(to_world) @ volume.affine, volume.array.shape)
             more[f"segmented_{side}"] = label_map(carried, labels)[0].numpy().astype(np.uint16)
     seconds = {**solution.seconds, "total": time.perf_counter() - began}
-    scores = pair_scores(fixed, moving, field, warped, placed.matrix, more.get("inverse"),
-                         placed.compared_by, placed.alignment.get("one_sign"), device)
+    judged = {"compared_by": placed.compared_by, "one_sign": placed.alignment.get("one_sign"),
+              "overlap_percent": placed.overlap_percent}
+    scores = pair_scores(fixed, moving, field, warped, placed.matrix, more.get("inverse"), judged, device)
     return Result(fixed=fixed, moving=moving, field=field, warped=warped, warped_channels=warped_channels,
                   start=placed.start, matrix=placed.matrix, overlap_percent=placed.overlap_percent,
                   smoothing=solution.smoothing, seconds=seconds, warnings=sentences, **scores, **placed.alignment,

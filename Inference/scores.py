@@ -23,13 +23,13 @@ CONTRAST = 0.03  # standard deviation in a cube, as a part of the volume's range
 SHOWN = CONTRAST / 2  # the same for the moved volume, since interpolation and another range of intensities lower it
 
 
-def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_sign=None, device="cpu"):
+def pair_scores(fixed, moving, field, warped, matrix, inverse, judged, device="cpu"):
     """All scores of a registered pair except labels and landmarks, and the verdict: this part of its Result.
 
     Both similarities, and the body of the fixed volume, use the first channel only.
     Above MOST_VOXELS voxels, only every second or third along each axis counts.
-    fixed, moving: Volumes. field, warped, matrix, inverse, compared_by, one_sign: of the Result. device: for the
-    similarities. Returns: dict.
+    fixed, moving: Volumes. field, warped, matrix, inverse: of the Result. judged: what else of it the verdict sees,
+    compared_by, one_sign and overlap_percent. device: for the similarities. Returns: dict.
     """
     step, moving_step = thinning(fixed.array.shape), thinning(moving.array.shape)
     filled, fixed, moving = moving, without_filler(fixed), without_filler(moving)
@@ -46,13 +46,13 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
     scores, body = image_scores(fixed.array, source, before, warped, seen_before, seen, fixed.mask, device)
     scores["stretched_percent"] = stretched_percent(field, np.linalg.inv(fixed.affine) @ matrix @ fixed.affine, body)
     scores.update(field_scores(field, body), **affine_scores(matrix, len(field), fixed.affine),
-                  compared_by=compared_by,
+                  compared_by=judged["compared_by"],
                   segmentations=[side for side, volume in (("fixed", fixed), ("moving", moving))
                                  if is_segmentation(volume.array)])
     if inverse is not None:
         scores.update(inverse_scores(field, fixed.affine, every(inverse, moving_step),
                                      moving.every(moving_step).affine, body))
-    scores["verdict"], scores["reason"] = judge({**scores, "one_sign": one_sign, "overlap_percent": 100 * seen.mean()})
+    scores["verdict"], scores["reason"] = judge({**scores, **judged})
     return scores
 
 

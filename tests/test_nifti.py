@@ -233,6 +233,15 @@ def test_not_nifti(tmp_path, name, content):
         read_header(tmp_path / name)
 
 
+@pytest.mark.parametrize("right, wrong, words", [("v.nii", "w.nii.gz", "not compressed: rename it to end in .nii."),
+                                                 ("v.nii.gz", "w.nii", "compressed: rename it to end in .nii.gz.")])
+def test_a_name_that_lies_about_compression(tmp_path, right, wrong, words):
+    write_volume(tmp_path / right, noise(), OBLIQUE)
+    (tmp_path / right).rename(tmp_path / wrong)
+    with refused(wrong, words):
+        read_volume(tmp_path / wrong)
+
+
 def test_other_image_format(tmp_path):
     nibabel.save(nibabel.Spm99AnalyzeImage(noise(), np.eye(4)), tmp_path / "v.img")
     with refused("v.img", "not single-file NIfTI"):

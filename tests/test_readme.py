@@ -224,8 +224,8 @@ def registered(words):
     """Files of the table that a registration with these options writes."""
     names = []
     for cell, what in first_column("| file | what |").items():
-        if what.startswith("if the network"):
-            continue  # segments; those of the pages do not
+        if what.startswith(("if the network", "if `--points`")):
+            continue  # segments, or has another format than a table; those of the pages do not
         option = re.match(r"with `(--[\w-]+)", what)
         # Of a list each pair says whether it has labels; those of the page have.
         if not option or option[1] in words or ("--pairs" in words and option[1] == "--moving-label"):
