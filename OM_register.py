@@ -98,8 +98,8 @@ def parse_arguments(argv=None):
                         "(Config/config_om.yaml)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the results go")
-    args, defaults = parse_options(parser, argv), parse_options(parser, ["--out", ""])
-    args.given = [name for name, value in vars(args).items() if value != getattr(defaults, name)]
+    args = parse_options(parser, argv)
+    args.given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
     return args
 
 

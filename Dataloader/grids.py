@@ -46,6 +46,14 @@ def rescale(array, bottom, top):
     return np.clip((array.astype(np.float64) - bottom) / (top - bottom), 0, 1).astype(np.float32)
 
 
+def is_singular(affine):
+    """Whether an array is no affine of a volume: not 4x4 or finite, or with axes in one plane. Voxels have any size."""
+    if affine.shape != (4, 4) or not np.isfinite(affine).all():
+        return True
+    lengths = np.linalg.norm(affine[:3, :3], axis=0)
+    return lengths.min() == 0 or abs(np.linalg.det(affine / [*lengths, 1])) < 1e-6
+
+
 def to_canonical(array, affine):
     """Flip and permute axes to the orientation closest to RAS; every voxel keeps its world position.
 

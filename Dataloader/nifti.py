@@ -22,7 +22,7 @@ import numpy as np
 from scipy import ndimage
 
 from Dataloader import formats
-from Dataloader.grids import corners, slabs
+from Dataloader.grids import corners, is_singular, slabs
 from Runtime.errors import InputError
 from Runtime.files import require_file, write_file
 
@@ -265,9 +265,7 @@ def read_affine(path, image, dims):
     if dims == 2 and np.isfinite(affine).all() and not affine[:3, 2].any():
         affine[:3, 2] = np.cross(affine[:3, 0], affine[:3, 1])
         affine[:3, 2] /= np.linalg.norm(affine[:3, 2]) or 1
-    lengths = np.linalg.norm(affine[:3, :3], axis=0)
-    usable = np.isfinite(affine).all() and lengths.min() > 0
-    if not usable or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-6:
+    if is_singular(affine):
         raise InputError(f"{path}: the affine {affine[:3].round(4).tolist()} is singular; repair the header.")
     return affine
 

@@ -8,7 +8,7 @@ import nibabel
 import numpy as np
 
 from Dataloader import formats
-from Dataloader.grids import air_for_filler, require_same_grid
+from Dataloader.grids import air_for_filler, is_singular, require_same_grid
 from Dataloader.nifti import (
     READ_ERRORS,
     as_nifti,
@@ -160,8 +160,7 @@ def checked_affine(affine, name):
         affine = np.array(affine, np.float64)
     except (TypeError, ValueError):
         raise InputError(f"{name}: its affine is a {type(affine).__name__}; {KINDS}.") from None
-    lengths = np.linalg.norm(affine[:3, :3], axis=0) if affine.shape == (4, 4) else np.zeros(3)
-    if not np.isfinite(affine).all() or lengths.min() == 0 or abs(np.linalg.det(affine / [*lengths, 1])) < 1e-6:
+    if is_singular(affine):
         shown = affine.tolist() if affine.size <= 16 else f"of shape {affine.shape}"
         raise InputError(f"{name}: the affine {shown} is not an invertible 4x4 matrix; give that of the volume.")
     return affine

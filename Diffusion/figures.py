@@ -24,7 +24,6 @@ def middle_slices(volume):
 
     They are shown transposed, with the origin at the bottom: the first axis of a slice goes right, the second up.
     volume: (D, H, W) or (H, W), array or tensor. Returns: list of 2D float32 arrays.
-    Raises InputError for any other number of axes.
     """
     volume = _array(volume)
     return [volume] if volume.ndim == 2 else [np.take(volume, n // 2, axis) for axis, n in enumerate(volume.shape)]

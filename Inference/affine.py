@@ -17,7 +17,7 @@ import torch
 from scipy import optimize
 from scipy.spatial.transform import Rotation
 
-from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
+from Dataloader.grids import foreground_box, is_singular, rescale, to_canonical, to_grid
 from Diffusion.fields import identity, warp
 from Diffusion.losses import (
     OF_TWO_MODALITIES,
@@ -143,8 +143,7 @@ def _checked(name, array, mask, affine):
     if array.min() == array.max():
         raise InputError(f"the {name} volume is {array.flat[0]:g} everywhere and cannot be aligned; give another "
                          "volume.")
-    lengths = np.linalg.norm(affine[:3, :3], axis=0) if affine.shape == (4, 4) else np.zeros(3)
-    if not np.isfinite(affine).all() or lengths.min() == 0 or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-6:
+    if is_singular(affine):
         raise InputError(f"the affine of the {name} volume is singular; repair the header.")
     counted = array if mask is None or np.shape(mask) != array.shape else array[np.asarray(mask) > 0]
     limits = (float(counted.min()), float(counted.max())) if counted.size else (0.0, 0.0)

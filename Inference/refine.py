@@ -272,18 +272,18 @@ def force(warped, weight, pair, statistics, cfg, mean_of_all=True):
     """
     compared, window, kind = pair["compared"], cfg["refine.window"], cfg["registration.similarity"]
     image, fixed, there = warped[:, :compared], pair["fixed"][:, :compared], pair["fixed"][:, compared:]
-    if kind == "mind":
-        by_value = slope_of(lambda seen: mind_similarity(seen, fixed, weight), image)
-    elif kind not in (*CORRELATION, "mapped"):
-        measure, squared = MEASURES[kind], cfg["registration.squared"]
-        by_value = slope_of(lambda seen: measure(seen, fixed, window, squared, weight), image)
-    else:
+    squared = cfg["registration.squared"]
+    if kind in (*CORRELATION, "mapped"):
         if kind == "mapped":  # each intensity becomes the mean of the moving image at the same voxels
             own = each_channel(fixed)
             fixed = table_lookup(own, conditional_means(own, each_channel(image), weight, BINS)).view(fixed.shape)
         statistics = statistics or window_statistics(fixed, window, weight)
-        by_value = correlation_slope(image, fixed, statistics, window, cfg["registration.squared"], weight, mean_of_all)
+        by_value = correlation_slope(image, fixed, statistics, window, squared, weight, mean_of_all)
         by_value[:, pair["images"]:] *= EDGES
+    elif kind == "mind":  # of descriptions, see `pair_at_level`
+        by_value = slope_of(lambda seen: mind_similarity(seen, fixed, weight), image)
+    else:
+        by_value = slope_of(lambda seen: MEASURES[kind](seen, fixed, window, squared, weight), image)
     if there.shape[1] and cfg["refine.structures"]:
         overlap = slope_of(lambda seen: soft_dice(seen, there, there.new_ones(there.shape[:2])).mean(),
                            warped[:, compared:])

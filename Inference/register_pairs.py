@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from Dataloader.datalist import MOST_CHANNELS, is_named_segmentation, volume_id
-from Dataloader.formats import import_sitk
+from Dataloader.formats import WRITTEN, import_sitk
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
     is_in_mm,
@@ -30,7 +30,7 @@ from Dataloader.transforms import read_any_field
 from Dataloader.volume import dims_of, shape_of
 from Diffusion.metrics import folding_percent
 from Inference.bids import require_own_names, write_bids
-from Inference.choices import IMAGES, is_list
+from Inference.choices import is_list
 from Inference.labels import apply_field, apply_label, carry
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import disp_name, make_folder, require_own_disps, write_row, write_warped
@@ -131,8 +131,9 @@ def register_all(args):
         require_own_disps(pairs, cfg["model.dims"])
     if "bids" in args.also:
         require_own_names(pairs)
-    for suffix in {"h5", *IMAGES}.intersection(args.also) - {"mgz"}:
-        import_sitk(out / f"field.{suffix}")  # a missing package is told before the work
+    for suffix in args.also:
+        if suffix == "h5" or f".{suffix}" in WRITTEN:
+            import_sitk(out / f"field.{suffix}")  # a missing package is told before the work
     args.home, beside = out, []
     tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
     folders = [folder for _, folder in tasks]

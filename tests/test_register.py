@@ -312,7 +312,7 @@ def test_a_folder_in_use_is_refused(place, pair, tmp_path, capsys):
     refused(capsys, "out is in use by process .* name another --out", *words, "--out", tmp_path / "out")
     words = ["--apply", place / "pair/field.nii.gz", "--moving", image(place, "b_0002")]
     refused(capsys, "out is in use by process .* name another --out", *words, "--out", tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} - {".lock"} == {"lock.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"lock.json"}
     run_lock.unlock(tmp_path / "out", token)
 
 
@@ -623,7 +623,7 @@ def test_a_full_disk_is_one_sentence(place, pair, tmp_path, capsys):
     partial_path(tmp_path / "out/points.csv").symlink_to("/dev/full")
     refused(capsys, "No space left on device; results cannot be written", "--apply", place / "pair/field.nii.gz",
             "--points", place / "points.csv", "--out", tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} <= {".lock"}
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_learn2reg_names_need_numbers_and_one_grid(place, tmp_path, capsys):

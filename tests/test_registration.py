@@ -432,14 +432,14 @@ def test_the_recommended_number_of_steps_needs_no_number(monkeypatch):
 
 
 @apart_is_said_elsewhere
-@pytest.mark.parametrize("fixed, moving", [
-    (0, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow)])
-def test_a_registration_continues_from_an_earlier_one(fixed, moving):
+@pytest.mark.parametrize("fixed, moving, far", [
+    (0, 1, 2), pytest.param(1, 2, 2, marks=pytest.mark.slow), pytest.param(2, 0, 1, marks=pytest.mark.slow)])
+def test_a_registration_continues_from_an_earlier_one(fixed, moving, far):
     """Without further steps the map stays what it was, on any two grids; with some it gets better."""
     fixed, moving = two_volumes(fixed, moving)
     first = registration.register(fixed, moving, refine=6)
     same = register(fixed, moving, start=first.known)
-    assert np.abs(same.field - first.field).mean() < 0.05 and np.abs(first.field).max() > 1  # voxels
+    assert np.abs(same.field - first.field).mean() < 0.05 and np.abs(first.field).max() > far  # voxels
     further = register(fixed, moving, start=first.known, refine=True)
     # Part of the body lies beyond the moving field of view, which nothing is stretched to cover, in two of the pairs.
     assert further.similarity > first.similarity or first.overlap_percent < 95

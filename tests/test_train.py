@@ -231,6 +231,16 @@ def test_closed_gate_leaves_mode_3_out_of_the_averages(data, tmp_path, capfd):
     assert "regist - imgsim -" in capfd.readouterr().out
 
 
+def test_a_term_that_two_modes_return_under_one_name_is_refused(data, tmp_path, monkeypatch, capfd):
+    def step(net, batch, cfg):
+        loss, terms = om.step_registration(net, batch, cfg)
+        return loss, {**terms, "ang": terms["imgsim"]}
+
+    monkeypatch.setitem(om.MODES, "registration", om.MODES["registration"]._replace(step=step))
+    assert train(data, tmp_path, run__epochs=1, registration__gate=1.0) == 43
+    assert "mode registration and an earlier one both return a loss term ang; rename one." in capfd.readouterr().err
+
+
 OFF = {"diffusion": ("total", {"loss__dist": 0.0, "loss__ang": 0.0, "loss__regul": 0.0}),
        "contrastive": ("contrastive", {"loss__contrastive": 0.0}),
        "registration": ("regist", {"loss__imgsim": 0.0, "loss__imgmse": 0.0, "loss__ddf": 0.0})}
