@@ -106,7 +106,7 @@ def report(folder, manifest, cfg, seconds):
     else:
         (folder / "refused.csv").unlink(missing_ok=True)
     print(f"{folder}: {len(volumes)} volumes ({sum(item['label'] for item in volumes)} with labels), {len(refused)} "
-          f"refused, {size / 2 ** 20:,.0f} MiB, {seconds:.0f} s")
+          f"refused, {len({item['subject'] for item in volumes})} subjects, {size / 2 ** 20:,.0f} MiB, {seconds:.0f} s")
     for name, _, reason in refused[:5]:
         print(f"refused {name}: {reason}")
     if len(refused) > 5:

@@ -22,19 +22,29 @@ from Runtime.errors import InputError
 from Runtime.files import as_stored, no_name_twice
 
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first one present counts
-SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}  # these hold no images, in a folder without a list
+IMAGE_FOLDERS = ("images", "image", "imgs", "img")  # beside one of the next; an image may lack a label there
+LABEL_FOLDERS = ("labels", "label", "segmentations", "segmentation", "masks", "mask")
+SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs", *LABEL_FOLDERS}  # no images, in a folder without a list
 NO_DATA = {"derivatives", "sourcedata"}  # BIDS folders of results and raw data, beside the images
 # Files at the top of the results of OM_register.py, OM_study.py and OM_augment.py; what lies below are no scans.
 OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"})
-# A segmentation is named after its image, or in BIDS after its subject and session, followed by one of these words.
-SEGMENTATION = re.compile(r"(.+?)[_-](d?seg|aseg|segmentation|labels?|labelmap|(?:brain)?mask|probseg)", re.I)
+# A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
+# one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
+SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_-])?(?P<word>d?seg|aseg|segmentations?|labels?|labelmap|(?:brain)?masks?|"
+                          r"msk|gt|ground_?truth|probseg)(?(of)|(?:[_-]?(?P<number>[0-9]+))?)", re.I)
+IMAGE_WORD = re.compile(r"^(?:image|img|volume|vol|scan)[_-]?(?=[0-9]+$)|[_-](?:image|img|volume|vol|scan)$", re.I)
 ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
 GRID = re.compile(r"_((?:space|res)-[A-Za-z0-9]+)")  # of them, those that must be the same
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
+# The end of a name may tell the scans of one subject apart: by their contrast, or by a time with its number.
+CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2[wf]?|FLAIR|PDw?|SWI|DWI|ADC|ASL|CTA?|CBCT|MRI?|PET)$", re.I)
+TIME = re.compile(r"(?<=[0-9])[_-](?:frame|phase|ses|session|visit|timepoint|tp)[_-]?[0-9]+$", re.I)
+MOST_SCANS = 20  # in the folder of one subject; a folder with more is a whole study
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and channel, from 0
 MOST_CHANNELS = 5
 FURTHER = tuple(f"image_{number}" for number in range(2, MOST_CHANNELS + 1))  # columns of further channels
 BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # starts a name: sub-01_ses-02_T1w belongs to subject sub-01
+OTHER_WORDS = {"seg": "label", "segmentation": "label", "patient": "subject", "participant": "subject"}  # of columns
 COLUMNS = ("image", "label", "mask", "id", "subject", "modality", "split")
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
           "testing": "test"}
@@ -54,7 +64,8 @@ def read_datalist(root, dims=3, ids="", channels=1):
     Returns: list of dict(id=str, image=Path, label=Path or None, mask=Path or None, subject=str, modality=str,
     split="", "train", "val" or "test"), sorted by id, plus channels=list of Path if further channels are files.
     `volume_id` derives the ids. If the list names no modality, the last number of a name like X_0001_0001 picks one
-    from "modality" in the JSON file, if that has several; otherwise it is "".
+    from "modality" in the JSON file, if that has several; otherwise it is what a BIDS name ends in, or a contrast at
+    the end of another name (case_7_flair), else "".
     Raises InputError for a missing or malformed list, missing files, duplicate ids and an empty selection.
     """
     chosen = select(root, trainable(root, list_volumes(root, channels=channels)), ids)
@@ -62,10 +73,11 @@ def read_datalist(root, dims=3, ids="", channels=1):
     return chosen
 
 
-def list_volumes(root, pattern="", channels=1, as_listed=False):
+def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
     """All volumes of a data set, as `read_datalist` describes them, without opening any of them.
 
-    pattern: as in `name_subjects`. channels: as there. as_listed: in the order of the list, not by id.
+    pattern: as in `name_subjects`. channels: as there. as_listed: in the order of the list, not by id. quiet: print no
+    warning about segmentations that belong to no image.
     """
     root = Path(root)
     if not root.exists() and not glob.has_magic(str(root)):
@@ -89,6 +101,9 @@ def list_volumes(root, pattern="", channels=1, as_listed=False):
             raise InputError(f"{root}: two volumes have the id {after['id']} ({before['image']} and {after['image']}); "
                              "rename or remove one, or give each its own id in a .csv list.")
     name_subjects(root, by_id, pattern)
+    lost = "" if quiet or list_file(root) else without_image(items)
+    if lost:
+        print(f"warning: {lost}", file=sys.stderr)
     return items if as_listed else by_id
 
 
@@ -136,7 +151,10 @@ def name_subjects(root, items, pattern=""):
 
     The first of these that applies: the subject in the list; the group of the regular expression `pattern`, which must
     match in every image path below the data folder; sub-XX at the start of a BIDS name; X_0001 if all names of the data
-    set end like X_0001_0000 and X_0001_0001. Otherwise each volume is its own subject.
+    set end like X_0001_0000 and X_0001_0001; the folder of 2 to MOST_SCANS volumes, if its name has a number and is
+    found in their ids; what several ids share before a contrast or a numbered time (case_7 of case_7_t1 and
+    case_7_flair, or of case_7_frame01 and case_7_frame12). Otherwise each volume is its own subject.
+    Items without a modality get that of their name, see `read_datalist`.
     root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" if the list names none.
     Raises InputError for an unusable pattern, or one that finds no subject in an image path.
     """
@@ -150,22 +168,63 @@ def name_subjects(root, items, pattern=""):
     if expression and expression.groups != 1:
         raise InputError(f"data.subject_pattern \"{pattern}\" has {expression.groups} groups; put one pair of "
                          "parentheses around the subject, such as \"^([^/]+)/\" for its folder.")
-    for item, channel in zip(items, channels):
+    parents = [item["image"].parent for item in items]
+    below = {parent: _below(base, parent) for parent in dict.fromkeys(parents)}
+    alike = _of_several([_without_scan(item["id"]) for item in items],
+                        [_folder_of(item["id"], below[parent]) for item, parent in zip(items, parents)])
+    for item, channel, common in zip(items, channels, alike):
+        stem = _stem(item["image"])
+        bids, contrast = BIDS.match(stem), CONTRAST.search(stem)
+        if not item["modality"] and (bids or contrast):
+            word = stem.rpartition("_")[2] if bids else contrast[1]
+            item["modality"] = "" if "-" in word else word
         if item["subject"]:
             continue
-        stem = _stem(item["image"])
         if expression:
-            image = Path(item["image"])
-            elsewhere = image.drive != Path(base).drive and image.is_absolute()  # on another disk of Windows
-            path = (image if elsewhere else Path(os.path.relpath(image, base))).as_posix()
+            path = _below(base, item["image"]).as_posix()
             match = expression.search(path)
             if not match or not match[1]:
                 raise InputError(f"data.subject_pattern \"{pattern}\" finds no subject in {path}; correct it, or name "
                                  "the subjects in a list.")
             item["subject"] = match[1]
         else:
-            bids, of_channel = BIDS.match(stem), stem[:channel.start(1) - 1] if all(channels) else ""
-            item["subject"] = bids[0] if bids else of_channel or item["id"]
+            of_channel = stem[:channel.start(1) - 1] if all(channels) else ""
+            item["subject"] = bids[0] if bids else of_channel or common or item["id"]
+
+
+def _below(base, path):
+    """A path relative to the data folder; as it is on another disk of Windows."""
+    path = Path(path)
+    return path if path.is_absolute() and path.drive != Path(base).drive else Path(os.path.relpath(path, base))
+
+
+def _without_scan(name):
+    """A name without the contrasts and numbered times at its end; "" if nothing else is left."""
+    while (end := CONTRAST.search(name) or TIME.search(name)):
+        name = name[:end.start()]
+    return name
+
+
+def _folder_of(name, inner):
+    """The outermost part of the path `inner` that may be the folder of a subject, a Path; None if there is none.
+
+    Its name has a number and is found as a whole in the name of the volume.
+    """
+    return next((folder for folder in reversed((inner, *inner.parents)) if re.search("[0-9]", folder.name)
+                 and re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", name)), None)
+
+
+def _of_several(names, folders):
+    """The name of each item's subject if it has several items, else "": its folder, else its name here."""
+    named, inside = collections.Counter(names), collections.Counter(folders)
+    alike = collections.Counter(folder.name for folder in inside if folder)
+    found = []
+    for name, folder in zip(names, folders):
+        if folder and 1 < inside[folder] <= MOST_SCANS:
+            found.append(folder.name if alike[folder.name] == 1 else "_".join(folder.parts))
+        else:
+            found.append(name if named[name] > 1 else "")
+    return found
 
 
 def subject_key(subject):
@@ -215,19 +274,14 @@ def held_out_subjects(items, fraction):
     """The subjects that data.val_fraction holds out: a set of names.
 
     A hash of its name alone gives each subject a place in 0 .. 1; below the fraction, the subject is held out. Adding
-    or removing other subjects does not move it. Validation needs a pair: if fewer than two volumes lie below the
-    fraction, the next subjects above it are held out too, until there are two volumes. (Such a subject may be trained
-    on later, once added subjects lie below the fraction.) With few subjects none is held out, see FEW_SUBJECTS.
+    or removing other subjects does not move it. Validation needs a pair of two people: if fewer than two subjects lie
+    below the fraction, the next ones above it are held out too. (Such a subject may be trained on later, once added
+    subjects lie below the fraction.) With few subjects none is held out, see FEW_SUBJECTS.
     """
-    volumes = collections.Counter(item["subject"] for item in items)
-    if not fraction or (len(volumes) < FEW_SUBJECTS and fraction * len(volumes) < 1):
+    subjects = sorted({item["subject"] for item in items}, key=_place)
+    if not fraction or (len(subjects) < FEW_SUBJECTS and fraction * len(subjects) < 1):
         return set()
-    held_out = set()
-    for subject in sorted(volumes, key=_place):
-        if _place(subject) >= fraction and sum(volumes[one] for one in held_out) >= 2:
-            break
-        held_out.add(subject)
-    return held_out
+    return {*subjects[:2], *(subject for subject in subjects if _place(subject) < fraction)}
 
 
 def _place(subject):
@@ -378,8 +432,11 @@ def list_file(root):
 
 def _read_items(root, channels):
     if root.is_dir():
-        path, images = list_file(root), root / "imagesTr" if (root / "imagesTr").is_dir() else root
-        return _from_json(path) if path else _from_paths(root, _volumes_under(images), channels)
+        if path := list_file(root):
+            return _from_json(path)
+        inner = ["imagesTr", *(IMAGE_FOLDERS if _label_folders(root) else ())]
+        images = next((root / name for name in inner if (root / name).is_dir()), root)
+        return _from_paths(root, _volumes_under(images), channels)
     if not root.exists():  # a pattern
         paths = [Path(path) for path in sorted(glob.glob(str(root), recursive=True)) if ends_in(path, SUFFIXES)]
         return _from_paths(_above_pattern(root), [path for path in paths if path.is_file()], channels)
@@ -477,6 +534,12 @@ def _from_csv(path):
                          "column of the image paths.")
     if not rows:
         raise InputError(f"{path}: the list has a header but no volumes; add a row for each volume.")
+    for cell in header:  # other columns are left out, but a misnamed one would lose its labels in silence
+        word = re.sub(r"_?(?:path|file|name|id)$|s$", "", cell.lower())
+        word = OTHER_WORDS.get(word, word)
+        if word in COLUMNS and word not in map(str.lower, header):
+            raise InputError(f'{path}: the column "{cell}" is not known; call it "{word}" if it is that, else give it '
+                             "another name.")
     items, listings = [], Listings()
     for line, entry in rows:
         where = f"{path} line {line}"
@@ -547,8 +610,14 @@ def _from_paths(root, paths, channels):
                          f"{paths[0].name}; give the folder of the images.")
     for image in images:
         label = _sibling(root, image, "labelsTr", listings, channels) or label_beside(image, listings)
+        above = image.parent.parent if image.parent.name in IMAGE_FOLDERS else root
+        for folder in () if label else _label_folders(above):
+            label = label or _of_same_name(folder, image, listings, channels) or label_beside(image, listings, folder)
         mask = _sibling(root, image, "masksTr", listings, channels)
         items.append(_item(image, label, mask, {}))
+    for item, name in zip(items, names_apart([item["id"] for item in items], images, root)):
+        if not re.search("[0-9]", _without_scan(item["id"])):  # two files with the name case_7 are probably copies
+            item["id"] = name
     masks = [folder for folder, names in listings.items() if names is not None and folder.name == "masksTr"]
     if masks and not any(item["mask"] for item in items):
         raise InputError(f"{masks[0]}: no mask has the name of an image, such as {items[0]['image'].name}; rename the "
@@ -598,29 +667,69 @@ def _volumes_under(base):
     return paths if all(map(is_named_segmentation, nifti)) else nifti
 
 
+def _label_folders(folder):
+    """The folders of label maps in a folder: those of LABEL_FOLDERS that exist beside its images."""
+    return [folder / name for name in LABEL_FOLDERS if (folder / name).is_dir()]
+
+
+def names_apart(names, paths, base=None):
+    """The names of volumes. One that several have, or a contrast alone, is preceded by the folders below `base`.
+
+    s1/T1.nii.gz and s2/T1.nii.gz are s1_T1 and s2_T1. base: by default the folder that holds all of them.
+    """
+    base = base or os.path.commonpath([os.path.abspath(path) for path in paths])
+    counts, found = collections.Counter(map(as_stored, names)), []
+    for name, path in zip(names, paths):
+        if counts[as_stored(name)] > 1 or not _without_scan(name):
+            above = (part for part in _below(base, path).parent.parts if part not in IMAGE_FOLDERS)
+            name = "_".join([*above, name])
+        found.append(name)
+    return found
+
+
+def without_image(items):
+    """A sentence if none of the items has a label although segmentations lie beside their images, else ""."""
+    if any(item["label"] or item["mask"] for item in items):
+        return ""
+    listings, folders = Listings(), dict.fromkeys(item["image"].parent for item in items)
+    beside = [folder / name for folder in folders for found in listings.segmentations(folder).values()
+              for _, name in found]
+    near = {above for folder in folders for above in (folder, folder.parent)}
+    beside += [path for folder in sorted(near) for inner in _label_folders(folder) for path in sorted(inner.iterdir())
+               if ends_in(path.name, SUFFIXES)]
+    return "" if not beside else (
+        f"{len(beside)} segmentations, such as {beside[0]}, are not used, because no image has a name that goes with "
+        f"theirs ({items[0]['image'].name}, for example); rename them, or list images and labels in a .csv.")
+
+
 def is_named_segmentation(path):
     """Whether the name of a file marks it as a segmentation, such as sub-01_dseg.nii.gz."""
     return bool(SEGMENTATION.fullmatch(_stem(path)))
 
 
-def label_beside(image, listings=None):
+def label_beside(image, listings=None, folder=None):
     """The segmentation that lies beside an image and is named after it, or None. listings: Listings, or None.
 
-    sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg; case_0000 has case_seg. Of several, it prefers
-    a file that is not a mask, then the one with most of the image's name, then the one with the same BIDS entities,
-    then the first in alphabetical order. Space and resolution must be the same; space-orig and, for a T1w, space-T1w
-    count as none.
+    sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg; case_0000 and case_flair have case_seg; an
+    image that has a folder for itself or for its contrasts alone (t1, flair) has seg. Of several, it prefers a file
+    that is not a mask, then the one with most of the image's name, then the one with the same BIDS entities, then the
+    first in alphabetical order. Space and resolution must be the same; space-orig and, for a T1w, space-T1w count as
+    none. folder: of the segmentations, by default that of the image.
     """
     image, full = Path(image), _stem(image)
+    listings, folder = Listings() if listings is None else listings, folder or image.parent
     stem = ENTITIES.sub("", full)
-    wanted = (stem, volume_id(stem), stem.rpartition("_")[0] if BIDS.match(stem) else stem)
+    wanted = [stem, volume_id(stem), stem.rpartition("_")[0] if BIDS.match(stem) else CONTRAST.sub("", stem),
+              IMAGE_WORD.sub("", stem)]
+    if folder == image.parent and listings.holds_one_scan(folder):
+        wanted.append("")
     own = {"space-orig", f"space-{stem.rpartition('_')[2]}"}
     grid, entities = set(GRID.findall(full)) - own, set(ENTITIES.findall(full))
-    named = (Listings() if listings is None else listings).segmentations(image.parent)
+    named = listings.segmentations(folder)
     found = [(is_mask, wanted.index(word), set(ENTITIES.findall(name)) != entities, name)
              for word in set(wanted) for is_mask, name in named.get(word, ())
              if set(GRID.findall(name)) - own == grid]
-    return image.parent / min(found)[-1] if found else None
+    return folder / min(found)[-1] if found else None
 
 
 def is_one_volume(source):
@@ -645,13 +754,18 @@ def _sibling(root, image, kind, listings, channels):
     folder = (image.parent.parent if image.parent.name == "imagesTr" else root) / kind
     if listings[folder] is None:
         return None
-    identities = (volume_id(image), case_and_channel(image)[0]) if channels > 1 else (volume_id(image),)
-    names = itertools.chain([image.name], (identity + suffix for identity in identities for suffix in SUFFIXES))
-    sibling = next((folder / name for name in names if _is_file(folder / name, listings)), None)
+    sibling = _of_same_name(folder, image, listings, channels)
     if sibling is None and kind == "labelsTr":
         raise InputError(f"{folder / image.name}: the label of {image} is missing; restore it or list the volumes in "
                          f"{root / 'dataset.json'} without this label.")
     return sibling
+
+
+def _of_same_name(folder, image, listings, channels):
+    """The file in a folder with the name of an image, or None. With several channels X will do for X_0001."""
+    identities = (volume_id(image), case_and_channel(image)[0]) if channels > 1 else (volume_id(image),)
+    names = itertools.chain([image.name], (identity + suffix for identity in identities for suffix in SUFFIXES))
+    return next((folder / name for name in names if _is_file(folder / name, listings)), None)
 
 
 def _item(image, label, mask, words):
@@ -674,7 +788,7 @@ class Listings(dict):
 
     def __init__(self):
         super().__init__()
-        self.named = {}
+        self.named, self.alone = {}, {}
 
     def __missing__(self, folder):
         try:
@@ -690,10 +804,19 @@ class Listings(dict):
             self.named[folder] = found = {}
             for name in self[folder] or ():
                 match = SEGMENTATION.fullmatch(_stem(name)) if ends_in(name, SUFFIXES) and name[0] != "." else None
-                if match and match[2].lower() != "probseg":  # shares of one tissue, neither image nor label map
-                    entry = (match[2].lower().endswith("mask"), name)
-                    found.setdefault(ENTITIES.sub("", match[1]), []).append(entry)
+                if match and match["word"].lower() != "probseg":  # shares of one tissue, neither image nor label map
+                    entry = (match["word"].lower().rstrip("s").endswith("mask"), name)
+                    after = match["of"] or match["number"] or ""
+                    found.setdefault(ENTITIES.sub("", after), []).append(entry)
         return self.named[folder]
+
+    def holds_one_scan(self, folder):
+        """Whether a folder holds one image besides segmentations, or images that are named by their contrast alone."""
+        if folder not in self.alone:
+            images = [_stem(name) for name in self[folder] or () if ends_in(name, SUFFIXES) and name[0] != "."
+                      and not is_named_segmentation(name)]
+            self.alone[folder] = len(images) == 1 or all(map(CONTRAST.fullmatch, images))
+        return self.alone[folder]
 
 
 def _lookup(path, pair, role, index):

@@ -306,7 +306,8 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE, inputs=INPUTS):
         require_room_for_workers(cfg)
     if cfg["data.cache"]:
         cache = open_cache(root, cfg, None if headers_only else ranks)
-    items = cache["items"] if cache else list_volumes(root, cfg["data.subject_pattern"], cfg["data.channels"])
+    items = cache["items"] if cache else list_volumes(root, cfg["data.subject_pattern"], cfg["data.channels"],
+                                                        quiet=ranks.rank > 0)
     train, val = split_volumes(root, items, cfg)
     paired = "pairs" in inputs
     require_usable(root, train, val, cfg, cache, paired)

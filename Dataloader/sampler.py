@@ -40,6 +40,9 @@ def pair_rule(cfg, items):
         raise InputError(f"{' and '.join(choices)}: no pair is left among {len(items)} volumes (subjects: {subjects}, "
                          f"modalities: {modalities}); set any instead, or name the subjects and modalities in the "
                          "data list.")
+    if cfg["data.pair_modalities"] == "same" and not any(item["modality"] for item in items):
+        raise InputError(f"data.pair_modalities=same: of none of the {len(items)} volumes the modality is known; name "
+                         "it in the data list, or set any instead.")
     return rule
 
 

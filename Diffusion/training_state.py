@@ -184,10 +184,11 @@ def announce(run):
         write_file(run.folder / "data.csv", as_csv(run.data))
     except OSError as error:  # a full disk may have room again when the next checkpoint is due
         print(f"{run.folder}: what this launch runs with could not be written: {error}", file=sys.stderr)
-    print(f"{run.folder}: {volumes} training and {held_out} validation volumes, {run.split.samples} samples and "
-          f"{run.split.pairs} pairs a step, on {run.ranks.world_size} x {describe(run.device)}, "
-          f"{PRECISIONS[cfg['run.amp']]}")
-    if cfg["loss.contrastive"] and len(set(run.dataset.subjects.tolist())) < 2:
+    subjects, others = (len(set(dataset.subjects.tolist())) for dataset in (run.dataset, run.held_out))
+    print(f"{run.folder}: {volumes} training and {held_out} validation volumes ({subjects} and {others} subjects), "
+          f"{run.split.samples} samples and {run.split.pairs} pairs a step, on {run.ranks.world_size} x "
+          f"{describe(run.device)}, {PRECISIONS[cfg['run.amp']]}")
+    if cfg["loss.contrastive"] and subjects < 2:
         print("all training volumes are of one subject, so mode 2 has no other to compare with: its loss stays 0; set "
               "loss.contrastive to 0, or data.subject_pattern if these are several subjects")
     if cfg["loss.segment"] and cfg["augment.flip"]:

@@ -14,6 +14,7 @@ from Dataloader.datalist import (
     is_one_volume,
     label_beside,
     list_volumes,
+    names_apart,
     pair_files,
     read_csv,
     read_json,
@@ -81,7 +82,7 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     fixed, items = Path(fixed), []
     for source in moving:
         if is_one_volume(source):
-            items.append({"image": Path(source), "label": label_beside(source)})
+            items.append({"id": volume_id(source), "image": Path(source), "label": label_beside(source)})
         else:
             items += list_volumes(source)
     own = fixed.resolve()
@@ -96,17 +97,13 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     if labels:
         items = [{**item, "label": Path(label)} for item, label in zip(items, labels)]
     fixed_label = Path(fixed_label) if fixed_label else label_beside(fixed)
-    pairs, names = [], set()
-    for item in items:
-        name = f"{volume_id(item['image'])}_to_{volume_id(fixed)}"
-        if as_stored(name) in names:  # as in sub-01/T1w.nii.gz and sub-02/T1w.nii.gz
-            name = f"{item['image'].resolve().parent.name}_{name}"
-        if as_stored(name) in names:
-            raise InputError(f"{item['image']}: it has the same name as another moving volume, {name}; list the "
-                             "pairs in a .csv with a column name.")
-        names.add(as_stored(name))
+    names = names_apart([item["id"] for item in items], [item["image"] for item in items])
+    if repeated := first_repeated(map(as_stored, names)):
+        raise InputError(f"{repeated}: two moving volumes have this name; list the pairs in a .csv with a column name.")
+    pairs = []
+    for name, item in zip(names, items):
         files = {"fixed": fixed, "moving": item["image"], "fixed_label": fixed_label, "moving_label": item["label"]}
-        pairs.append({"name": name, **{key: path for key, path in files.items() if path}})
+        pairs.append({"name": f"{name}_to_{volume_id(fixed)}", **{key: path for key, path in files.items() if path}})
     return pairs
 
 

@@ -13,6 +13,7 @@ from Dataloader.datalist import (
     label_beside,
     list_volumes,
     name_subjects,
+    names_apart,
     select,
     volume_id,
 )
@@ -50,6 +51,8 @@ def volumes_of(sources, ids="", pattern=""):
         raise InputError(f"{sources[0]}: the names of all {len(sources)} files mark them as segmentations; give the "
                          "images.")
     items = select(", ".join(map(str, sources)), items, ids)
+    for item, name in zip(items, names_apart([item["id"] for item in items], [item["image"] for item in items])):
+        item["id"] = name
     if twice := first_repeated(as_stored(item["id"]) for item in items):
         raise InputError(f"{twice}: two volumes have this name; give them in a .csv list with a column id.")
     return items

@@ -174,7 +174,7 @@ def test_tables_folders_patterns_and_names(data):
         (data / subject).mkdir()
         shutil.copy(data / "sub-02_T1w.nii.gz", data / subject / "T[1].nii.gz")
     found = pairs_onto(data / "sub-01_T1w.nii.gz", [data / "a/T[1].nii.gz", data / "b/T[1].nii.gz"])
-    assert [pair["name"] for pair in found] == ["T[1]_to_sub-01_T1w", "b_T[1]_to_sub-01_T1w"]
+    assert [pair["name"] for pair in found] == ["a_T[1]_to_sub-01_T1w", "b_T[1]_to_sub-01_T1w"]
 
 
 @pytest.mark.parametrize("words, said", [
