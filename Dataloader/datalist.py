@@ -675,13 +675,13 @@ def _label_folders(folder):
 def names_apart(names, paths, base=None):
     """The names of volumes. One that several have, or a contrast alone, is preceded by the folders below `base`.
 
-    s1/T1.nii.gz and s2/T1.nii.gz are s1_T1 and s2_T1. base: by default the folder that holds all of them.
+    s1/T1.nii.gz and s2/T1.nii.gz are s1_T1 and s2_T1. base: by default the folder that holds all of their folders.
     """
-    base = base or os.path.commonpath([os.path.abspath(path) for path in paths])
+    base = base or os.path.commonpath([os.path.dirname(os.path.dirname(os.path.abspath(path))) for path in paths])
     counts, found = collections.Counter(map(as_stored, names)), []
     for name, path in zip(names, paths):
         if counts[as_stored(name)] > 1 or not _without_scan(name):
-            above = (part for part in _below(base, path).parent.parts if part not in IMAGE_FOLDERS)
+            above = (part for part in _below(base, os.path.abspath(path)).parent.parts if part not in IMAGE_FOLDERS)
             name = "_".join([*above, name])
         found.append(name)
     return found

@@ -52,6 +52,7 @@ def volumes_of(sources, ids="", pattern=""):
                          "images.")
     items = select(", ".join(map(str, sources)), items, ids)
     for item, name in zip(items, names_apart([item["id"] for item in items], [item["image"] for item in items])):
+        item["subject"] = name if item["subject"] == item["id"] else item["subject"]
         item["id"] = name
     if twice := first_repeated(as_stored(item["id"]) for item in items):
         raise InputError(f"{twice}: two volumes have this name; give them in a .csv list with a column id.")

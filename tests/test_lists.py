@@ -20,6 +20,7 @@ from Inference.pair_lists import pairs_onto, read_pairs_to_register
 from Inference.results import file_digests, kept_rows, read_results, source_digests, write_results
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError
+from Study.common import volumes_of
 
 FAST = ["--affine", "none", "--refine", "1", "--set", "refine.levels=1", "--no-picture", "--device", "cpu"]
 
@@ -175,6 +176,21 @@ def test_tables_folders_patterns_and_names(data):
         shutil.copy(data / "sub-02_T1w.nii.gz", data / subject / "T[1].nii.gz")
     found = pairs_onto(data / "sub-01_T1w.nii.gz", [data / "a/T[1].nii.gz", data / "b/T[1].nii.gz"])
     assert [pair["name"] for pair in found] == ["a_T[1]_to_sub-01_T1w", "b_T[1]_to_sub-01_T1w"]
+
+
+def test_volumes_with_one_name_are_told_apart_by_their_folders(data, tmp_path):
+    """As in s1/T1.nii.gz, named one by one or as a folder: they once had one name, and so would be one person."""
+    for person in ("s1", "s2"):
+        (tmp_path / "own" / person).mkdir(parents=True)
+        shutil.copy(data / "sub-02_T1w.nii.gz", tmp_path / "own" / person / "T1.nii.gz")
+    one, two = (tmp_path / f"own/s{number}/T1.nii.gz" for number in (1, 2))
+    names = [[(item["id"], item["subject"]) for item in volumes_of(sources)]
+             for sources in ([one, two], [tmp_path / "own"], [two])]
+    assert names == [[("s1_T1", "s1_T1"), ("s2_T1", "s2_T1")]] * 2 + [[("s2_T1", "s2_T1")]]
+    fixed = data / "sub-01_T1w.nii.gz"
+    assert [pair["name"] for pair in pairs_onto(fixed, [one, two])] == ["s1_T1_to_sub-01_T1w", "s2_T1_to_sub-01_T1w"]
+    with pytest.raises(InputError, match="s1_T1: two moving volumes have this name; list the pairs in a .csv"):
+        pairs_onto(fixed, [one, one])
 
 
 @pytest.mark.parametrize("words, said", [
