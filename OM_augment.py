@@ -414,7 +414,8 @@ def run(args):
         if items:
             kept = write_lists(out, items, draws, records)
             if args.nnunet:
-                folder = write_dataset(out, args.nnunet, items, draws, cfg["model.dims"], args.data)
+                folder = write_dataset(out, args.nnunet, items, draws, cfg["model.dims"], args.data,
+                                       cfg["data.window"])
                 subjects = {target["id"]: target.get("subject") for target in WORKER["targets"]}
                 write_splits(folder, items, draws, {record["name"]: subjects.get(record["target"]) for record in kept})
                 print(f"nnU-Net: {folder.resolve()}", file=sys.stderr)

@@ -29,7 +29,7 @@ from Inference.choices import LABELS
 from Inference.labels import apply_label
 from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.results import damage, scores_csv
-from Inference.scores import COLUMNS, field_scores, heading, label_scores, point_scores, said_of_labels
+from Inference.scores import COLUMNS, field_scores, heading, label_scores, point_scores, said_of_labels, unscored
 from Report.page import cards_html, table_html, text_table, write_page
 from Runtime.errors import DONE, STOP, InputError, attempt, parse_options, run_program
 from Runtime.files import write_file
@@ -91,7 +91,8 @@ def score_pair(pair, dims=3, carried=None):
             if one in pair and other not in pair:
                 raise InputError(f"{one} scores nothing alone: add {other}, or leave it out.")
     scores = {"name": pair.get("name", "pair"), "labels": {}}
-    field = affine = None
+    field = affine = moving = None
+    problem = ""
     if "field" in pair:
         field, affine = read_field(pair["field"], dims)
         scores.update((key, value) for key, value in field_scores(field).items() if key in COLUMNS)
@@ -113,16 +114,16 @@ def score_pair(pair, dims=3, carried=None):
         if "warped_label" in pair:
             label_maps[""], own = read_label(pair["warped_label"], dims)
             require_same_grid(f"{pair['warped_label']}: it", label_maps[""].shape, own, *on_its_grid)
-        if fixed.any():
+        problem = unscored(pair, fixed, moving)
+        if not problem:
             scores.update(label_scores(label_maps, fixed, fixed_affine[:3, :dims]))
-        elif "written" not in pair:
-            raise InputError(f"{pair['fixed_label']}: it has no label above 0; give a label image.")
     if "fixed_points" in pair and "moving_points" in pair:
         fixed_mm, moving_mm = read_points(pair["fixed_points"]), read_points(pair["moving_points"])
         scores.update(point_scores(fixed_mm, moving_mm, pair, field, affine))
-    scores["warnings"] = said_of_labels(scores)
+    scores["warnings"] = [*said_of_labels(scores), *[problem] * bool(problem)]
     if len(scores) == 3:
-        raise InputError(f"{scores['name']}: nothing to score; give a field, label images or landmarks.")
+        why = problem.rstrip(".") or f"{scores['name']}: nothing to score"
+        raise InputError(f"{why}; give a field, label images or landmarks.")
     return scores
 
 

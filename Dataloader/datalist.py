@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from Dataloader.formats import is_series
+from Dataloader.formats import PICTURES, is_series, made_grey
 from Dataloader.nifti import NIFTI, SUFFIXES, ends_in, read_header
 from Runtime.errors import InputError
 from Runtime.files import as_stored, no_name_twice
@@ -84,7 +84,9 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         raise InputError(f"{root}: no such data folder or list; check the path.")
     items = _read_items(root, channels)
     if not items:
-        raise InputError(f"{root}: found no .nii, .nii.gz or other volume; check the folder.")
+        pictures = [name for name in sorted(os.listdir(root)) if ends_in(name, PICTURES)] if root.is_dir() else []
+        raise InputError(f"{root}: found no .nii, .nii.gz or other volume; "
+                         f"{made_grey(root / pictures[0]) if pictures else 'check the folder'}.")
     if channels > 1 and not any("channels" in item for item in items):
         matches = [NUMBERED.fullmatch(_stem(item["image"])) for item in items]
         numbers = {int(match[2]) for match in matches} if all(matches) else set()

@@ -21,6 +21,7 @@ from Runtime.files import sha256, write_file
 
 READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
 OTHERS = (".nii", ".gz", ".mgh", ".mgz", *READ[:-1])  # of volumes that are not DICOM
+PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # refused with the way to convert them, `made_grey`
 LEAST_STEP_MM = 1e-3  # between slices
 UNEVEN = 0.02  # most by which a step between slices may differ from the mean step, as a fraction of it
 WRITTEN = (".nrrd", ".mha")  # the others keep their voxels in a second file
@@ -110,6 +111,12 @@ def import_sitk(path):
     return SimpleITK
 
 
+def made_grey(path):
+    """The advice to convert a picture or a colour volume that ITK reads. path: of its file."""
+    return (f'save it with one grey channel as NIfTI: SimpleITK.WriteImage(SimpleITK.ReadImage("{Path(path).name}", '
+            'SimpleITK.sitkFloat32), "grey.nii.gz")')
+
+
 def open_itk(path):
     """A nibabel image with the shape, dtype and affine of a file or DICOM series; its voxels are not read: all are 0.
 
@@ -127,8 +134,10 @@ def open_itk(path):
     # Slices may differ in their type, as with a scale for each (PET).
     number = kinds.pop() if len(kinds) == 1 else sitk.sitkFloat64
     if first.GetNumberOfComponents() != 1 or number not in types:
+        is_colour = first.GetNumberOfComponents() in (3, 4) and not os.path.isdir(path)
         raise InputError(f"{path}: each voxel must be one real number, but the type is "
-                         f"{sitk.GetPixelIDValueAsString(number)}; convert the volume.")
+                         f"{sitk.GetPixelIDValueAsString(number)}; "
+                         f"{made_grey(path) if is_colour else 'convert the volume'}.")
     empty = np.broadcast_to(np.zeros((), types[number]), size)
     try:
         image = nibabel.Nifti1Image(empty, affine, dtype=empty.dtype)

@@ -194,6 +194,8 @@ def open_nifti(path):
                 advice = "it is compressed: rename it to end in .nii.gz"
             elif ends_in(path, ".gz") and {int.from_bytes(start, order) for order in ("little", "big")} & {348, 540}:
                 advice = "it is not compressed: rename it to end in .nii"
+        if ends_in(path, formats.PICTURES):
+            advice = formats.made_grey(path)
         raise InputError(f"{path}: not a readable {kind} file ({error}); {advice}.") from error
     if isinstance(image, nibabel.MGHImage):
         return as_nifti(image)
@@ -397,6 +399,11 @@ def read_voxels(path, image):
         if getattr(error, "errno", None) == errno.ENOMEM:  # a .nii that is too large to be mapped
             raise MemoryError(error.strerror) from error
         raise InputError(f"{path}: truncated or corrupt ({error}); copy or download it again.") from error
+    if array.dtype.names:
+        raise InputError(f"{path}: each voxel must be one real number, but it is a colour "
+                         f"({', '.join(array.dtype.names)}); save one channel: v = nibabel.load("
+                         f'"{Path(path).name}"); nibabel.save(nibabel.Nifti1Image(numpy.asarray(v.dataobj)["G"], '
+                         'v.affine), "grey.nii.gz").')
     if array.dtype.kind not in "buif":
         raise InputError(f"{path}: each voxel must be one real number, but the type is {array.dtype}; convert the "
                          "volume.")

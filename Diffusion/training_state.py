@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from Dataloader.cache import some
 from Dataloader.dataset import VolumeDataset
 from Dataloader.identity import as_csv, compare_data
 from Dataloader.sampler import steps_left
@@ -195,6 +196,10 @@ def announce(run):
         print("augment.flip mirrors volumes, but their labels keep their values, so loss.segment also teaches to call "
               "the left side right: set augment.flip to 0 if left and right have labels of their own")
     inputs = {mode.data for mode in run.modes}
+    modalities = sorted({item["modality"] for item in run.dataset.items} - {""})
+    if "pairs" in inputs and not run.listed and len(modalities) > 1 and cfg["data.pair_modalities"] == "any":
+        print(f"the volumes have {len(modalities)} modalities ({some(modalities)}), and a pair may be of two: set "
+              "data.pair_modalities to same unless the network is to align two modalities")
     steps, whole = (steps_left(cfg, volumes, run.listed, run.split, inputs=each) for each in (inputs, ["volumes"]))
     if "volumes" in inputs and steps < whole:
         key = "data.pair_list" if run.listed else "data.pairs"

@@ -34,7 +34,7 @@ FOLDS = 5
 
 
 def cases_of(name, items, dims):
-    """The cases of a list of images, grouped by `group_channels` unless they already are.
+    """The cases of a list of images, grouped by `group_channels` unless they already are; "modalities" of the channels.
 
     Images X_0000 and X_0001 with a label each are two cases, and not two channels of one.
     name: of the data set. Raises InputError for a name that nnU-Net would not find, a case without a label, and a
@@ -58,7 +58,9 @@ def cases_of(name, items, dims):
         for path in case["channels"]:
             if not same_grid(*grid, *read_header(path, dims)):
                 raise InputError(f"{path}: the channel is on another grid than {case['image']}; resample it.")
-    return cases
+    words = {item["image"]: item["modality"] for item in items}
+    return [{**case, "modalities": [words.get(path, "") for path in (case["image"], *case["channels"])]}
+            for case in cases]
 
 
 def require_no_negative(label, path):
@@ -112,10 +114,23 @@ def names_in(data):
                  for some in (pairs, channels.items()))
 
 
-def write_dataset(out, name, items, draws, dims, data):
+def channel_name(number, items, window):
+    """The name of a channel that no dataset.json names: its modality if all cases have the same one.
+
+    nnU-Net normalises a channel by its name: CT by the intensities of the whole data set, others case by case.
+    items: of `cases_of`. window: data.window, which only intensities with a unit have, as in CT; [0, 0] if unset.
+    """
+    words = {item["modalities"][number] for item in items if "modalities" in item} - {""}
+    if any(window) or {word.upper() for word in words} == {"CT"}:
+        return "CT"
+    return words.pop() if len(words) == 1 else f"channel_{number}"
+
+
+def write_dataset(out, name, items, draws, dims, data, window=(0, 0)):
     """Write the data set of all cases and their draws beside the draws themselves. Returns: Path of its folder.
 
     out: folder of OM_augment.py. draws: copies of each case. data: the list that names labels and channels, or None.
+    window: data.window.
     """
     folder = out / name
     numbers = {0}
@@ -138,7 +153,7 @@ def write_dataset(out, name, items, draws, dims, data):
         while label in labels:
             label = f"{label}_{number}"
         labels.append(label)
-    content = {"channel_names": {str(number): channel_names.get(number, f"channel_{number}")
+    content = {"channel_names": {str(number): channel_names.get(number) or channel_name(number, items, window)
                                  for number in range(1 + len(items[0]["channels"]))},
                "labels": {label: number for number, label in enumerate(labels)},
                "numTraining": len(items) * (1 + draws), "file_ending": ".nii.gz", **regions_in(data, numbers)}

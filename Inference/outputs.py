@@ -27,7 +27,7 @@ from Inference.results import (
     source_digests,
     write_results,
 )
-from Inference.scores import COLUMNS, label_scores, moved_points, point_scores, said_of_labels
+from Inference.scores import COLUMNS, label_scores, moved_points, point_scores, said_of_labels, unscored
 from Inference.verdict import judge
 from Report.page import figure_png
 from Runtime.errors import InputError, attempt
@@ -58,8 +58,8 @@ def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, N
     warped_label = None if moving_label is None else label_under(result.field)
     row = {"name": pair["name"], **{key: os.path.abspath(pair[key]) for key in TO_REGISTER if key in pair},
            "folder": str(folder), **scores_of(result), "matrix": result.matrix.tolist(), "labels": {}}
-    empty = fixed_label is not None and not fixed_label.any()
-    if moving_label is not None and fixed_label is not None and not empty:
+    problem = "" if fixed_label is None else unscored(pair, fixed_label, moving_label)
+    if moving_label is not None and fixed_label is not None and not problem:
         row.update(label_scores({"_before": label_under(np.zeros_like(result.field)), "": warped_label}, fixed_label))
     if all(points is not None for points in points_mm):
         row.update(point_scores(*points_mm, pair, result.field, result.fixed.affine))
@@ -67,8 +67,8 @@ def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, N
     row["warnings"] = [*row["warnings"], *said_of_labels(row)]
     if moving_label is not None and moving_label.any() and not warped_label.any():
         row["warnings"].append(f"no voxel of {pair['moving_label']} lies in the fixed volume after the registration.")
-    if empty:
-        row["warnings"].append(f"{pair['fixed_label']}: it has no label above 0, so no labels are scored.")
+    if problem:
+        row["warnings"].append(problem)
     make_folder(folder)
     remove_outputs(folder, out, earlier)
     write_pair(folder, pair, result, warped_label, points_mm[0], disp, also)

@@ -211,6 +211,20 @@ def label_scores(label_maps, fixed, spacing_mm=None):
     return scores
 
 
+def unscored(pair, fixed, moving=None):
+    """Why the labels of a pair are not scored, in one sentence; "" if they are.
+
+    A map without a label, or two maps without a common one, say nothing about the registration.
+    pair: the paths of their files. fixed, moving: label maps, each on its own grid; moving may be missing.
+    """
+    for key, label_map in (("fixed_label", fixed), ("moving_label", moving)):
+        if label_map is not None and not label_map.any():
+            return f"{pair[key]}: it has no label above 0, so no labels are scored."
+    if moving is not None and not np.intersect1d(fixed, moving).any():
+        return f"{pair['fixed_label']} and {pair['moving_label']} have no common label, so no labels are scored."
+    return ""
+
+
 def said_of_labels(scores):
     """Sentences about structures that only one of two label maps has; they name some. scores: of `label_scores`."""
     sentences = []

@@ -1,5 +1,6 @@
 """Synthetic anatomies: the same bits for the same numbers, labels where the intensities are, contrasts that differ."""
 import json
+import re
 
 import numpy as np
 import pytest
@@ -205,13 +206,14 @@ def test_what_cannot_be_made_is_one_sentence(more, sentence, tmp_path, capsys):
     assert sentence in said and said.count("\n") == 1 and not (tmp_path / "none").exists()
 
 
-def test_both_stages_of_the_training_take_the_list(data, tmp_path):
+def test_both_stages_of_the_training_take_the_list(data, tmp_path, capsys):
     """Two steps on pairs of one contrast, and then two on pairs of any, from those weights."""
     places = {"data__cache": "", "data__in_memory": True, "run__logs": tmp_path / "Logs"}
     first = words(data, run__models=tmp_path, **places)
     assert om.main(["--config", CONFIG, *first, "--max-steps-before-restart", "2"]) == 42
     log = [line for line in read_lines(tmp_path / "universal_om_net/rank0.jsonl") if line["event"] == "step"]
     assert len(log) == 2 and all(line["open"] and line["nonfinite"] == 0 for line in log)
+    assert "a pair may be of two" not in capsys.readouterr().out
     for line in log:
         assert line["terms"]["labelled"] == 1 and 0 < line["terms"]["dice"] < 1
         terms = [line["terms"][name] for name in ("dice", "imgsim", "ddf")]
@@ -221,6 +223,8 @@ def test_both_stages_of_the_training_take_the_list(data, tmp_path):
     assert om.main(["--config", CONFIG, *second, "--init-from", str(newest), "--max-steps-before-restart", "2"]) == 42
     cfg = load_model(tmp_path / "second/universal_om_net")[1]
     assert cfg["data.pair_modalities"] == "any" and cfg["refine.grid"] == "own"
+    assert re.search(r"the volumes have \d+ modalities \(contrast .*\), and a pair may be of two: set data.pair_mod",
+                     capsys.readouterr().out)
 
 
 def test_the_network_is_as_small_as_a_repository_can_bear():

@@ -665,6 +665,12 @@ def test_segmentations_of_no_image_are_told_and_are_no_images(tmp_path, capsys, 
     assert not capsys.readouterr().err
 
 
+def test_a_folder_of_pictures_is_refused_with_the_way_to_convert_them(tmp_path):
+    (tmp_path / "b.png").write_text("a picture")
+    with refused(r'found no .nii, .* volume; save it with one grey channel as NIfTI: .*ReadImage\("b.png"'):
+        list_volumes(tmp_path)
+
+
 def test_capitals_in_suffixes(tmp_path):
     write(tmp_path / "a_1.nii.gz")
     (tmp_path / "B_2.NII.GZ").write_bytes((tmp_path / "a_1.nii.gz").read_bytes())

@@ -146,6 +146,25 @@ def test_a_label_that_is_nowhere_in_the_moving_image(pair, capsys):
     assert "of the labels of the fixed volume the registered one lacks 5." in capsys.readouterr().err
 
 
+def test_pairs_without_a_common_label_have_no_label_score(pair, capsys):
+    write_volume(pair / "empty.nii.gz", 0 * boxes(), OBLIQUE)
+    write_volume(pair / "others.nii.gz", 10 * boxes(3), OBLIQUE)
+    names = {"good": ("fixed", "moving"), "none moving": ("fixed", "empty"), "none fixed": ("empty", "moving"),
+             "none": ("empty", "empty"), "others": ("fixed", "others")}
+    pairs = [{"name": name, "fixed_label": f"{fixed}.nii.gz", "moving_label": f"{moving}.nii.gz",
+              "field": "field.nii.gz"} for name, (fixed, moving) in names.items()]
+    (pair / "pairs.json").write_text(json.dumps(pairs))
+    assert run(pair, "--pairs", pair / "pairs.json") == 0
+    content = json.loads((pair / "out/scores.json").read_text())
+    assert [score.get("dice") for score in content["pairs"]] == [1, None, None, None, None]
+    assert content["mean"]["dice"] == 1 and content["mean"]["folding_percent"] == 0
+    printed = capsys.readouterr().err
+    assert printed.count("empty.nii.gz: it has no label above 0, so no labels are scored.") == 3
+    assert printed.count("others.nii.gz have no common label, so no labels are scored.") == 1
+    assert run(pair, "--fixed-label", pair / "fixed.nii.gz", "--moving-label", pair / "empty.nii.gz") == 43, "no field"
+    assert "error: " in capsys.readouterr().err
+
+
 def test_hd95_on_a_sheared_grid_is_in_the_world(tmp_path):
     one, other, affine = np.zeros((2, *SHAPE), np.uint8)[0], np.zeros(SHAPE, np.uint8), tilted_affine()
     one[4, 9, 6], other[4, 5, 10] = 1, 1

@@ -8,6 +8,7 @@ import nibabel
 import numpy as np
 import pytest
 import SimpleITK as sitk
+from PIL import Image
 
 from Dataloader import nifti
 from Dataloader.grids import grid_transform, intensity_range, rescale, to_canonical, to_grid
@@ -342,6 +343,37 @@ def test_constant_volume(tmp_path):
 def test_complex_voxels(tmp_path):
     with refused("v.nii", "each voxel must be one real number, but the type is complex64"):
         read_volume(save(tmp_path / "v.nii", noise().astype(np.complex64)))
+
+
+def run_advice(said, folder, monkeypatch):
+    """Run the line of code at the end of a refusal, which writes grey.nii.gz."""
+    monkeypatch.chdir(folder)
+    exec(said[said.index(": ", said.index("; save ")) + 2:].removesuffix("."),
+         {"nibabel": nibabel, "numpy": np, "SimpleITK": sitk})
+
+
+@pytest.mark.parametrize("letters", ["RGB", "RGBA"])
+def test_a_colour_volume_is_refused_with_the_line_that_takes_one_channel(tmp_path, monkeypatch, letters):
+    colours = np.zeros((4, 5, 6), [(letter, np.uint8) for letter in letters])
+    colours["G"] = np.arange(120).reshape(4, 5, 6)
+    nibabel.save(nibabel.Nifti1Image(colours, OBLIQUE), tmp_path / "v.nii.gz")
+    with refused("v.nii.gz", r"one real number, but it is a colour \(R, G, B") as found:
+        read_volume(tmp_path / "v.nii.gz")
+    run_advice(str(found.value), tmp_path, monkeypatch)
+    array, affine = read_volume(tmp_path / "grey.nii.gz")
+    assert np.array_equal(array, colours["G"]) and np.allclose(affine, OBLIQUE, atol=1e-5)
+
+
+@pytest.mark.parametrize("name, shape", [("v.png", (20, 24)), ("v.JPG", (20, 24, 3)), ("v.tif", (20, 24)),
+                                         ("v.png", (20, 24, 3))])
+def test_a_picture_is_refused_with_the_line_that_makes_it_grey(tmp_path, monkeypatch, name, shape):
+    picture = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / name)
+    with refused(name, "not a readable NIfTI file .* save it with one grey channel as NIfTI") as found:
+        read_volume(tmp_path / name, 2)
+    run_advice(str(found.value), tmp_path, monkeypatch)
+    array, _ = read_volume(tmp_path / "grey.nii.gz", 2)
+    assert array.shape == (24, 20) and (picture.ndim == 3 or np.array_equal(array, picture.T))
 
 
 @pytest.mark.parametrize("read", [read_volume, read_header])

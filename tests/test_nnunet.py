@@ -232,6 +232,22 @@ def test_one_image_and_names_of_a_decathlon_list(tmp_path, capsys, monkeypatch):
     assert names_in(None) == ({}, {}) == names_in(tmp_path / "data")
 
 
+@pytest.mark.parametrize("words, window, names", [
+    (("ct", "CT"), [], ["CT", "channel_1"]), (("CT", "MR"), [], ["channel_0", "channel_1"]),
+    (("FLAIR", "FLAIR"), [], ["FLAIR", "channel_1"]), (("", ""), [-1000, 500], ["CT", "CT"])])
+def test_a_ct_is_called_ct_by_which_nnunet_normalises_it(tmp_path, capsys, words, window, names):
+    for number in (1, 2):
+        write_case(tmp_path / "data", number)
+    (tmp_path / "list.csv").write_text("image,label,modality\n" + "".join(
+        f"data/imagesTr/b_00{number}_000{channel}.nii.gz,data/labelsTr/b_00{number}.nii.gz,{word * (not channel)}\n"
+        for number, word in zip((1, 2), words) for channel in (0, 1)))
+    more = ["--set", f"data.window={window}"] if window else []
+    assert call(capsys, "--data", tmp_path / "list.csv", "--nnunet", NAME, "--draws", 1, "--out", tmp_path / "out",
+                *more)[0] == 0
+    content = json.loads((tmp_path / "out" / NAME / "dataset.json").read_text())
+    assert list(content["channel_names"].values()) == names
+
+
 @pytest.mark.parametrize("names, written", [
     (["core", "core"], ["core", "core_5"]), (["core", "background"], ["core", "background_5"]),
     (["background", "background"], ["background_1", "background_5"]), (["label_5", ""], ["label_5", "label_5_5"])])

@@ -507,6 +507,21 @@ def test_labels_that_do_not_belong_to_their_image(place, tmp_path, capsys):
     assert "folding_percent" in score and "dice" not in score
 
 
+@pytest.mark.parametrize("number, words", [(0, "other.nii.gz: it has no label above 0, so no labels are scored"),
+                                           (9, "other.nii.gz have no common label, so no labels are scored")])
+def test_labels_that_a_pair_does_not_share_fail_no_registration(place, tmp_path, capsys, number, words):
+    label = nibabel.load(image(place, "b_0002", "labels"))
+    write_volume(tmp_path / "other.nii.gz", np.where(label.get_fdata() > 0, number, 0).astype(np.uint8), label.affine)
+    assert run(*pair_words(place)[:-1], tmp_path / "other.nii.gz", "--model", "none", "--refine", 2, "--no-picture",
+               "--out", tmp_path / "out", "--device", "cpu") == 0
+    assert words in capsys.readouterr().err
+    content = json.loads((tmp_path / "out/results.json").read_text())
+    row = content["pairs"][0]
+    assert "dice" not in row and not row["labels"] and row["verdict"] != "failed" and "labels" not in row["reason"]
+    assert OM_evaluate.main(["--pairs", str(tmp_path / "out/results.json"), "--out", str(tmp_path / "scores")]) == 0
+    assert "dice" not in json.loads((tmp_path / "scores/scores.json").read_text())["mean"]
+
+
 def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
     field = ["--apply", place / "pair/field.nii.gz", "--out", tmp_path / "out"]
     refused(capsys, r"field.nii.gz: the field is on another grid than .*b_0002.nii.gz \(shapes", *field, "--moving",
