@@ -34,10 +34,9 @@ def judge(scores):
     """The verdict on one pair: ("ok", "doubtful" or "failed"; the reason in one sentence, "" for ok).
 
     scores: of `pair_scores`, or the row of a pair; what is missing or None is not judged. The reason is that of the
-    worst finding.
+    worst of the `findings`.
     """
-    found = [finding for check in CHECKS for finding in check(scores)]
-    return max(found, key=lambda finding: VERDICTS.index(finding[0]), default=("ok", ""))
+    return max(findings(scores), key=lambda finding: VERDICTS.index(finding[0]), default=("ok", ""))
 
 
 def _level(value, limits, larger_is_worse=True):
@@ -48,7 +47,8 @@ def _level(value, limits, larger_is_worse=True):
     return "failed" if beyond[1] else "doubtful" if beyond[0] else None
 
 
-def _segmentation(scores):
+def findings(scores):
+    """(verdict, sentence) of all that is wrong with a pair; of equally bad ones the first gives the reason."""
     sides = scores.get("segmentations") or []
     if len(sides) == 1:
         yield "failed", f"the {sides[0]} volume is a segmentation and the other one an image: give its image."
@@ -56,8 +56,7 @@ def _segmentation(scores):
         yield "doubtful", ("both volumes are segmentations, and intensities were compared: give the images, and these "
                            "as labels.")
 
-
-def _affine(scores):
+    # The affine part
     if scores.get("mirrors"):
         yield "failed", "the affine part mirrors the volume: correct the initial matrix or the header."
     least, most = scores.get("scale_least"), scores.get("scale_most")
@@ -72,48 +71,29 @@ def _affine(scores):
         yield "doubtful", (f"the affine part turns by {scores['turn_degrees']:.0f} degrees from the headers: check "
                            "both orientations, and left and right.")
 
-
-def _alike(scores):
+    # How alike the volumes are, where the moving one covers the fixed one
     before, after = scores.get("similarity_before"), scores.get("similarity")
     two_modalities = scores.get("compared_by") in OF_TWO_MODALITIES
     # A correct pair of two modalities needs no linear relation. A user who chose another measure knows that.
-    if after is None or (two_modalities and scores.get("one_sign") is None):
-        return
-    covered = max(scores.get("covered_percent", 100.0), COVERED_PERCENT[1]) / 100  # `_covered` judges the rest
-    level = _level(after / covered, ALIKE_OF_TWO if two_modalities else ALIKE, larger_is_worse=False)
-    if level == "doubtful" and two_modalities:
-        yield level, ("the volumes look like two modalities and were compared by their structures: check the "
-                      "picture, because no score shows whether they match.")
-    elif level:
-        yield level, (f"the volumes still differ strongly after the registration (similarity {after:.2f}): check "
-                      "that both show the same organ.")
-    if before is not None and after < before - LOST:
-        yield "doubtful", f"the volumes are less similar than before (similarity {before:.2f}, after it {after:.2f})."
-
-
-def _covered(scores):
-    least = COVERED_PERCENT[1]
-    if scores.get("compared_by") in OF_TWO_MODALITIES:
-        least = 1.0  # where a volume shows nothing the other modality may show something
+    if after is not None and not (two_modalities and scores.get("one_sign") is None):
+        covered = max(scores.get("covered_percent", 100.0), COVERED_PERCENT[1]) / 100  # the rest is judged below
+        level = _level(after / covered, ALIKE_OF_TWO if two_modalities else ALIKE, larger_is_worse=False)
+        if level == "doubtful" and two_modalities:
+            yield level, ("the volumes look like two modalities and were compared by their structures: check the "
+                          "picture, because no score shows whether they match.")
+        elif level:
+            yield level, (f"the volumes still differ strongly after the registration (similarity {after:.2f}): check "
+                          "that both show the same organ.")
+        if before is not None and after < before - LOST:
+            yield "doubtful", (f"the volumes are less similar than before (similarity {before:.2f}, after it "
+                               f"{after:.2f}).")
+    least = 1.0 if two_modalities else COVERED_PERCENT[1]  # where one shows nothing the other modality may
     limits = COVERED_PERCENT[0], least * scores.get("overlap_percent", 100.0) / 100
     if level := _level(scores.get("covered_percent"), limits, larger_is_worse=False):
         yield level, (f"the moving volume covers only {scores['covered_percent']:.0f} % of what the fixed one "
                       "shows: check that both show the same part of the body.")
 
-
-def _regular(scores):
-    if level := _level(scores.get("folding_body_percent"), FOLDED_PERCENT):
-        yield level, f"the field folds in {scores['folding_body_percent']:.2g} % of the body: raise refine.weight."
-    if level := _level(scores.get("stretched_percent"), STRETCHED_PERCENT):
-        yield level, ("the deformation changes the local volume more than fivefold in "
-                      f"{scores['stretched_percent']:.0f} % of the body: check that the moving volume shows all of "
-                      "it.")
-    if level := _level(scores.get("inverse_error_mm"), INVERSE_ERROR_MM):
-        yield level, (f"going there and back misses by {scores['inverse_error_mm']:.2g} mm on average: do not use "
-                      "the inverse.")
-
-
-def _labels(scores):
+    # Labels and landmarks
     before, after = scores.get("dice_before"), scores.get("dice")
     if after is not None:
         if before is not None and after < before - DICE_LOST:
@@ -127,9 +107,16 @@ def _labels(scores):
     if scores.get("labels_lost"):
         yield "doubtful", f"the warped labels lack structures of the fixed volume: {scores['labels_lost'][:5]}."
 
-
-# If several findings are equally bad, the first one in this order gives the reason.
-CHECKS = (_segmentation, _affine, _alike, _covered, _labels, _regular)
+    # How regular the field is
+    if level := _level(scores.get("folding_body_percent"), FOLDED_PERCENT):
+        yield level, f"the field folds in {scores['folding_body_percent']:.2g} % of the body: raise refine.weight."
+    if level := _level(scores.get("stretched_percent"), STRETCHED_PERCENT):
+        yield level, ("the deformation changes the local volume more than fivefold in "
+                      f"{scores['stretched_percent']:.0f} % of the body: check that the moving volume shows all of "
+                      "it.")
+    if level := _level(scores.get("inverse_error_mm"), INVERSE_ERROR_MM):
+        yield level, (f"going there and back misses by {scores['inverse_error_mm']:.2g} mm on average: do not use "
+                      "the inverse.")
 
 
 def judge_list(rows):
