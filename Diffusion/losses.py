@@ -271,18 +271,12 @@ def mean_square(difference, weight=None):
     return difference.square().mean() if weight is None else weighted_mean(difference.square(), weight)
 
 
-def mslncc(image, target, window=9, scales=3, squared=True, weight=None):
-    """Multi-scale local correlation: the mean of `local_correlation` at scales 1, 1/2, 1/4, ..., by average pooling.
-
-    image, target: (B, C, *spatial). window: odd, in voxels of each scale. scales: how many. weight: of
-    `local_correlation`.
-    Returns: a scalar in the range of `local_correlation`; 1 is perfect.
-    """
-    return over_scales(local_correlation, image, target, scales, weight, window=window, squared=squared)
-
-
 def over_scales(similarity, image, target, scales, weight, **options):
-    """The mean of a similarity at scales 1, 1/2, 1/4, ..., by average pooling (`masked`). Others: as for `mslncc`."""
+    """The mean of a similarity at scales 1, 1/2, 1/4, ..., by average pooling (`masked`).
+
+    similarity: one of MEASURES, called with options. image, target: (B, C, *spatial). scales: how many. weight:
+    (B, 1, *spatial), 0 .. 1, or None.
+    """
     total, pool = 0.0, F.avg_pool3d if image.dim() == 5 else F.avg_pool2d
     for level in range(scales):
         if level:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import OM_train_3modes as om
 from Diffusion.diffuser import DeformDDPM, draw_velocity, image_count, label_count, middle
 from Diffusion.fields import compose, resize_field, warp
-from Diffusion.losses import NEGLIGIBLE, regularity
+from Diffusion.losses import NEGLIGIBLE, local_correlation, over_scales, regularity
 from Diffusion.predict import align
 from Runtime.device import autocast
 
@@ -22,6 +22,11 @@ def step_by_step(velocity, count, region):
     for _ in range(count - 1):
         result = compose(result, velocity)
     return result[(..., *region)]
+
+
+def mslncc(image, target, window=9, scales=3, squared=True, weight=None):
+    """The similarity of mode 3 with the keys of config_om.yaml: the local correlation over three scales."""
+    return over_scales(local_correlation, image, target, scales, weight, window=window, squared=squared)
 
 
 def dense_correlation(a, b, window=9, squared=True):

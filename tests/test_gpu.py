@@ -11,11 +11,11 @@ from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion import device_ops
 from Diffusion.fields import integrate_velocity, warp
-from Diffusion.losses import mslncc
 from Inference.registration import register
 from Runtime import checkpoint
 from Runtime.memory import WINDOW, find_leak, measure
 from tests import launching
+from tests.plain_step import mslncc
 from tests.tiny import ROOT, arguments, launcher_environment, log_lines, make_data
 
 device = torch.accelerator.current_accelerator(check_available=True)

@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from Diffusion.losses import local_correlation, mslncc
+from Diffusion.losses import local_correlation
 from tests import plain_step
+from tests.plain_step import mslncc
 
 SIZES = [(17, 23), (13, 19, 15)]
 

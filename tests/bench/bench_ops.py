@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from Diffusion.diffuser import draw_velocity, image_count, middle
 from Diffusion.fields import identity, integrate_velocity, resize_field, warp
-from Diffusion.losses import local_correlation, mslncc
+from Diffusion.losses import local_correlation
 from Report.page import text_table
 from Runtime.device import describe
-from tests.plain_step import dense_correlation, step_by_step
+from tests.plain_step import dense_correlation, mslncc, step_by_step
 
 GRIDS, V_SCALE, TIME = [8, 16, 32, 64], 4e-5, 79
 WINDOW = 9

@@ -41,7 +41,7 @@ from Diffusion.cost import mode_costs, step_memory
 from Diffusion.diffuser import draw_velocity, middle
 from Diffusion.fake_device import DeviceAutocast
 from Diffusion.fields import integrate_velocity, resize_field, warp
-from Diffusion.losses import mslncc, recovery_terms, regularity
+from Diffusion.losses import recovery_terms, regularity
 from Diffusion.om_net import CorrelationLayer
 from Inference.registration import register
 from Runtime.config import load_config
@@ -50,6 +50,7 @@ from Runtime.errors import InputError
 from Runtime.files import write_file
 from Runtime.global_batch import split_step
 from Runtime.run_lock import run_folder
+from tests.plain_step import mslncc
 from tests.tiny import begin
 
 GIB = 2 ** 30
