@@ -32,7 +32,7 @@ from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import warp
 from Diffusion.networks import build_network
 from Inference.load_model import find_checkpoint, load_state
-from Runtime import agree, checkpoint, launch, memory, watchdog, writer
+from Runtime import agree, checkpoint, launch, memory, watchdog
 from Runtime.config import load_config, modes_of
 from Runtime.device import autocast, pick_device, prepare_device, send
 from Runtime.errors import (
@@ -47,14 +47,17 @@ from Runtime.errors import (
 from Runtime.files import is_passing, passing_fault, patiently
 from Runtime.global_batch import split_step
 from Runtime.keyed_random import uniform
-from Runtime.pace import keep_pace, new_pace
 from Runtime.profile import new_profile, parse_steps, profile_step
 from Runtime.progress import (
     Progress,
+    add_figure,
     add_terms,
     advance,
     averages,
     begin_epoch,
+    flush,
+    keep_pace,
+    new_pace,
     new_sums,
     of_their_share,
     progress_bars,
@@ -496,7 +499,7 @@ def train(cfg, args, ranks, folder):
                      "nonfinite": sums.nonfinite, **scores}
             watchdog.event("epoch", **{**entry, "epoch": epoch, "step": progress.step})
             show_epoch(run.curves, entry, progress, cfg, time.monotonic() - began)
-            writer.flush(run.curves)
+            flush(run.curves)
 
         begin_epoch(progress, epoch + 1, run.terms)
         best = validation.best_by(scores, [mode.name for mode in run.modes])
@@ -510,16 +513,16 @@ def train(cfg, args, ranks, folder):
             watchdog.phase("evaluate")  # on every rank: verdicts compare the numbers of phases that ranks have entered
             if run.curves and picture:
                 from Diffusion.figures import registration_figure  # matplotlib would slow the start of every rank
-                writer.add_figure(run.curves, "registration",
-                                  registration_figure(*picture, title=f"epoch {epoch + 1}"), progress.step - 1)
-                writer.flush(run.curves)
+                add_figure(run.curves, "registration", registration_figure(*picture, title=f"epoch {epoch + 1}"),
+                           progress.step - 1)
+                flush(run.curves)
 
     # Wait for the last write, leave the process group, and report the outcome.
     profile_step(profile, math.inf)
     watchdog.phase("checkpoint")
     training_state.finish_saving(run, last=True)
     if run.curves:
-        writer.flush(run.curves)
+        flush(run.curves)
     agree.agree(ranks, progress.step, "checkpoint")  # the others wait under this deadline
     weights = None if leave else optim.gather(run.net.state_dict(), ranks)
     watchdog.phase("leave")

@@ -18,12 +18,12 @@ from Dataloader.identity import as_csv, compare_data
 from Dataloader.sampler import steps_left
 from Diffusion.diffuser import DeformDDPM
 from Diffusion.optim import GradientSums, compare_moments, gather, gather_state, replicated, whole
-from Runtime import agree, checkpoint, launch, watchdog, writer
+from Runtime import agree, checkpoint, launch, watchdog
 from Runtime.device import describe, precision
 from Runtime.errors import InputError
 from Runtime.files import remove_leftovers, write_file
 from Runtime.global_batch import Split
-from Runtime.progress import Progress, begin_epoch, from_saved, to_saved
+from Runtime.progress import Progress, begin_epoch, from_saved, new_writer, to_saved
 from Runtime.provenance import save_launch
 
 PRECISIONS = {"bf16": "bf16", "off": "float32"}
@@ -61,7 +61,7 @@ class Run:
     optimizers: dict = field(default_factory=dict)  # {name: Adam}, see optim.moments
     ema: dict | None = None      # averaged weights
     model: torch.nn.Module | None = None            # the network as the step functions call it, maybe in DDP
-    curves: dict | None = None   # from writer.new_writer, on rank 0
+    curves: dict | None = None   # from progress.new_writer, on rank 0
     saving: concurrent.futures.Future | None = None  # the checkpoint write in progress
     failed_saves: int = 0        # in a row
     write_s: float = 0.0         # duration of the last write
@@ -209,7 +209,7 @@ def announce(run):
     if held_out == 1:
         print("one validation volume makes no pair, so registration is not validated and no checkpoint can be the "
               "best: hold out two volumes (data.val_ids, data.val_fraction)")
-    run.curves = writer.new_writer(f"{cfg['run.logs']}/{run.folder.name}", step, run.folder / "pictures")
+    run.curves = new_writer(f"{cfg['run.logs']}/{run.folder.name}", step, run.folder / "pictures")
 
 
 def refuse_nonfinite(run):

@@ -9,7 +9,7 @@ from Report.run_logs import tail_of
 
 # The phases of a step in which a rank works by itself. In the others it also waits for slower ranks.
 OWN = ("data", "deform", "embeddings", "forward", "accumulate", "optimizer")
-SLOWER, WINDOWS = 1.15, 3  # times the median of the other ranks, in each of the last windows of pace.EVERY steps
+SLOWER, WINDOWS = 1.15, 3  # times the median of the other ranks, in each of the last windows of progress.EVERY steps
 LEAK_STEPS = 2000  # steps after which a leak that was not logged again is over
 RECENT = 1000  # last steps in which non-finite losses are counted
 FEW_NONFINITE = 3

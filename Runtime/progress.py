@@ -1,21 +1,39 @@
-"""The progress of a training, the averages of its epoch, and how it shows them.
+"""The progress of a training, the averages of its epoch, and how both are shown: bar, logs and TensorBoard.
 
 The terms of the modes are always listed. Every other term that a step function returns is averaged, shown, logged and
-drawn under its own name.
+drawn under its own name. Every EVERY steps each rank adds a line "pace" to its log: where the time of its steps went,
+its memory, and on rank 0 the disk space. From it Report/run.py draws the ranks side by side and Report/rules.py finds
+the slow one. Curves that cannot be written wait, and training continues.
 """
+import collections
 import dataclasses
+import io
+import os
+import shutil
+import socket
 import sys
+import time
+from pathlib import Path
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 from tqdm import tqdm
 
+from Runtime import watchdog
 from Runtime.errors import InputError
-from Runtime.writer import add_scalar
+from Runtime.files import append_bytes, write_file
 
 # Keys that the sums and the log use besides the terms; a term cannot have these names.
 TAKEN = ("steps", "open", "nonfinite", "counts", "open_share", "epoch", "step", "event", "attempt", "rank", "time")
 # Terms that only some pairs have, and the share of pairs that have them. A step function returns the share, and the
 # term times the share: both then add up over batches, ranks and steps like every other term.
 PARTIAL = {"dice": "labelled", "segment": "segmented"}
+EVERY = 10  # steps
+FLUSH_S = 60.0  # TensorBoard's curves reach the disk this often, not only at the end of an epoch
+WAITING = 64 * 2 ** 20  # most bytes that wait for space on a full disk; beyond that the oldest are dropped
+PICTURES = 4  # the newest ones, which stay in the run folder
+GIB = 2 ** 30
 
 
 @dataclasses.dataclass
@@ -108,6 +126,10 @@ def of_their_share(terms):
     return result
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Bar and log
+# ---------------------------------------------------------------------------------------------------------------------
+
 def show(value):
     """A number with three digits; "-" for None."""
     return "-" if value is None else f"{value:.3g}"
@@ -145,7 +167,7 @@ def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds
 def show_epoch(curves, entry, progress, cfg, seconds):
     """Print an epoch's averages and scores in one line, and add each to its curve, at the last step done.
 
-    curves: from Runtime/writer.py. entry: {name: value or None}. seconds: duration of the epoch.
+    curves: from `new_writer`. entry: {name: value or None}. seconds: duration of the epoch.
     """
     shown = " ".join(f"{name} {show(value)}" for name, value in entry.items())
     tqdm.write(f"epoch {progress.epoch + 1}: {shown} (gate {cfg['registration.gate']}, {seconds:.0f} s)")
@@ -154,3 +176,111 @@ def show_epoch(curves, entry, progress, cfg, seconds):
             kind = "validation" if name.startswith("val_") else "train"
             # The next launch begins at progress.step, from which on TensorBoard ignores the points of this one.
             add_scalar(curves, f"{kind}/{name}", value, progress.step - 1)
+
+
+def new_pace():
+    """The sums of `keep_pace`, before the first step of a launch."""
+    return {"steps": 0, "spent": collections.Counter(), "began": time.time(), "flushed": time.time()}
+
+
+def keep_pace(pace, line, spent, watch, curves):
+    """Count a step; after every EVERY steps log their sums. Every rank calls this at the end of a step.
+
+    pace: from `new_pace`. line: rank 0's log line of the step, with "lr", "samples" and "norms". spent: from
+    watchdog.end_step. watch: from memory.new_watch. curves: from `new_writer` on rank 0; None on other ranks.
+    """
+    pace["spent"].update(spent)
+    pace["steps"] += 1
+    if pace["steps"] < EVERY:
+        return
+    now, memory = time.time(), watch["samples"][-1] if watch["samples"] else {}
+    seconds = {phase: round(value, 4) for phase, value in pace["spent"].items()}
+    watchdog.event("pace", steps=pace["steps"], seconds=round(now - pace["began"], 4), spent=seconds, **memory,
+                   **(disk_space(watchdog.STATE.get("run")) if curves else {}))
+    if curves:
+        steps, total_s, data_s = pace["steps"], sum(pace["spent"].values()), pace["spent"]["data"]
+        points = {"speed/samples_per_s": steps * line["samples"] / max(now - pace["began"], 1e-9),
+                  "speed/step_s": total_s / steps, "speed/data_s": data_s / steps,
+                  "speed/data_percent": 100 * data_s / max(total_s, 1e-9), "train/lr": line["lr"],
+                  **{f"gradient_norm/{mode}": norm for mode, norm in line["norms"].items()},
+                  **{f"memory/{name}_gib": value / GIB for name, value in memory.items() if value is not None}}
+        for tag, value in points.items():
+            add_scalar(curves, tag, value, watchdog.STATE.get("step", 0))
+        if now - pace["flushed"] > FLUSH_S:
+            flush(curves)
+            pace["flushed"] = now
+    pace.update(steps=0, began=now)
+    pace["spent"].clear()
+
+
+def disk_space(run):
+    """{"disk_free", "disk_total"}: bytes of the file system that holds a run folder; {} if unknown."""
+    try:
+        usage = shutil.disk_usage(run)
+    except (OSError, TypeError):  # no answer, or a training without a log
+        return {}
+    return {"disk_free": usage.free, "disk_total": usage.total}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TensorBoard
+# ---------------------------------------------------------------------------------------------------------------------
+
+def new_writer(folder, step, pictures=None):
+    """Begin an event file. TensorBoard then ignores events of earlier launches from `step` on.
+
+    folder: for the events, created at the first `flush`. pictures: a folder for the newest pictures as files, which
+    the run's report shows; None for none. Returns: the dict that the functions below take.
+    """
+    name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+    writer = {"path": Path(folder) / name, "waiting": [], "told": False, "pictures": pictures}
+    _add(writer, file_version="brain.Event:2")
+    _add(writer, step=step, session_log=SessionLog(status=SessionLog.START))
+    return writer
+
+
+def add_scalar(writer, tag, value, step):
+    """Add a point to the curve `tag`. It is written by the next `flush`."""
+    _add(writer, step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]))
+
+
+def add_figure(writer, tag, figure, step):
+    """Add a matplotlib figure as a picture. It is written by the next `flush`, and as one of the newest files now.
+
+    If the disk refuses the file, training continues.
+    """
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    width, height = (int(side) for side in figure.get_size_inches() * figure.dpi)
+    image = Summary.Image(encoded_image_string=picture.getvalue(), width=width, height=height, colorspace=3)
+    _add(writer, step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))
+    if writer["pictures"] is None:
+        return
+    path = writer["pictures"] / f"{tag}_{step:08d}.png"
+    try:
+        write_file(path, picture.getvalue())
+        for old in sorted(path.parent.glob("*.png"))[:-PICTURES]:
+            old.unlink()
+    except OSError as error:
+        print(f"{path} was not written ({error.strerror or error}); training continues", file=sys.stderr, flush=True)
+
+
+def flush(writer):
+    """Write all that waits. If that fails, one line on standard error says so, and the next flush retries."""
+    try:
+        append_bytes(writer["path"], b"".join(writer["waiting"]))
+    except OSError as error:
+        if not writer["told"]:
+            print(f"TensorBoard: {writer['path']} cannot be written ({error.strerror or error}): the curves are "
+                  "written later, and training continues", file=sys.stderr, flush=True)
+        writer["told"] = True
+        while sum(map(len, writer["waiting"])) > WAITING:
+            writer["waiting"].pop(0)
+    else:
+        writer.update(waiting=[], told=False)
+
+
+def _add(writer, **content):
+    framed = io.BytesIO()
+    RecordWriter(framed).write(Event(wall_time=time.time(), **content).SerializeToString())
+    writer["waiting"].append(framed.getvalue())

@@ -3,9 +3,8 @@ import json
 
 import pytest
 
-from Runtime import pace, watchdog
-from Runtime.pace import EVERY, disk_space, keep_pace, new_pace
-from Runtime.writer import new_writer
+from Runtime import progress, watchdog
+from Runtime.progress import EVERY, disk_space, keep_pace, new_pace, new_writer
 from tests.test_writer import read
 
 WATCH = {"samples": [{"host_used": 2 ** 30, "host_free": 2 ** 33, "device_free": None, "device_reserved": None}]}
@@ -40,7 +39,7 @@ def test_before_memory_has_been_measured_the_line_has_none(lines):
 def test_rank_0_adds_the_disk_and_the_curves(lines, tmp_path, monkeypatch):
     monkeypatch.setitem(watchdog.STATE, "run", tmp_path)
     monkeypatch.setitem(watchdog.STATE, "step", 9)
-    monkeypatch.setattr(pace, "FLUSH_S", -1.0)
+    monkeypatch.setattr(progress, "FLUSH_S", -1.0)
     curves, sums = new_writer(tmp_path / "board", 0), new_pace()
     for _ in range(EVERY):
         keep_pace(sums, LINE, {"forward": 0.3, "data": 0.1}, WATCH, curves)

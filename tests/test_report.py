@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
     make_data(folder, size=8)
     settings = {**QUICK, "run__epochs": 2, "run__picture_every": 2, "run__checkpoint_steps": 0, "run__val_pairs": 1}
     with pytest.MonkeyPatch.context() as patch:  # a full disk of the machine is a finding too
-        patch.setattr("Runtime.pace.disk_space", lambda run: {"disk_free": 5 * 10 ** 11, "disk_total": 10 ** 12})
+        patch.setattr("Runtime.progress.disk_space", lambda run: {"disk_free": 5 * 10 ** 11, "disk_total": 10 ** 12})
         assert om.main(arguments(folder, "--max-steps-before-restart", "10", "--profile", "3:1", **settings)) == 42
         assert om.main(arguments(folder, **{**settings, "optim__lr": 2e-4})) == 0
     return folder

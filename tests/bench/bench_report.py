@@ -5,7 +5,7 @@
 open_s: seconds from the command to the page of a run of 100,000 made-up steps and, if chromium is installed, until it
 is drawn. bytes: size of that page. logging_share: fraction of a step that a real training spends on its logs: the line
 of each step, timed inside the steps of the hippocampus config, and the lines of all ranks and TensorBoard
-(Runtime/pace.py). The watchdog's phases keep a run alive, so they count in the safety_share of bench_runtime.py.
+(Runtime/progress.py). The watchdog's phases keep a run alive, so they count in the safety_share of bench_runtime.py.
 straggler_named: the step at which the rules name the rank, of two real ones, that works 30 % slower. false_alarms:
 problems reported in a healthy real run of 500 steps. The last line of standard output is a JSON object.
 """
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from Report.page import text_table
 from Report.rules import find_all
 from Report.run_logs import read_run
-from Runtime import pace, watchdog, writer
+from Runtime import progress, watchdog
 from tests.faults.common import end_all, launch, new_folder, run_of, until, wait
 from tests.made_up_run import made_up_run
 
@@ -62,13 +62,13 @@ def logging_share(folder):
     bench_runtime.TIMED.update({"logging": (watchdog, "event")})
     state, rows = bench_runtime.measure(cfg, Path(folder), STEPS)
     line = {"lr": 1e-4, "samples": 1, "norms": dict.fromkeys(("diffusion", "contrastive", "registration"), 1.0)}
-    curves = writer.new_writer(Path(folder) / "board", 0)
+    curves = progress.new_writer(Path(folder) / "board", 0)
     began = time.perf_counter()
-    sums = pace.new_pace()
-    for _ in range(50 * pace.EVERY):  # besides, as the loop of that benchmark does not call it
-        pace.keep_pace(sums, line, {"forward": 1.0, "data": 0.1}, state.watch, curves)
-    writer.flush(curves)
-    pace_s = (time.perf_counter() - began) / (50 * pace.EVERY)
+    sums = progress.new_pace()
+    for _ in range(50 * progress.EVERY):  # besides, as the loop of that benchmark does not call it
+        progress.keep_pace(sums, line, {"forward": 1.0, "data": 0.1}, state.watch, curves)
+    progress.flush(curves)
+    pace_s = (time.perf_counter() - began) / (50 * progress.EVERY)
     rows = [row for row in rows if not row["writing"]] or rows  # a checkpoint that is being flushed delays any write
     return statistics.median(row["logging"] for row in rows) + pace_s, statistics.median(row["step"] for row in rows)
 
