@@ -127,7 +127,11 @@ def plan(folder, items, cfg, alive=lambda: None):
             for line in lines:
                 line.update({word: wanted[line["id"]][word] for word in WORDS})
             # What a refused volume lacked, such as a package or a disk, may be there by now.
-            if not any(is_usable(by_id[line["id"]], cfg, alive) for line in record["refused"]):
+            for line in record["refused"]:
+                alive()
+                if not isinstance(attempt(line["id"], on_grid, by_id[line["id"]], cfg), str):
+                    break
+            else:
                 kept[number] = record
     if not (Path(folder) / "manifest.json").is_file():
         taken = set(kept)
@@ -147,12 +151,6 @@ def all_lines(record):
 def record_paths(folder):
     """The volumes_*.json of a folder, in the order of the parts."""
     return sorted(path for path in Path(folder).glob("volumes_*.json") if OURS.fullmatch(path.name))
-
-
-def is_usable(item, cfg, alive):
-    """Whether a volume can be prepared. alive: called first."""
-    alive()
-    return not isinstance(attempt(item["id"], on_grid, item, cfg), str)
 
 
 def write_group(folder, number, items, cfg, done=lambda: None):

@@ -48,7 +48,8 @@ def stage(folder, manifest, place, show=True):
         raise InputError(f"data.stage {place}: no folder {parent} on this node; correct it, or set it to \"\".")
     target = copy_of(manifest, parent)
     remove_unused(parent, target)
-    enter_stage()  # on every rank, also on one that finds the copy complete: ranks are compared by their phases
+    # On every rank, also on one that finds the copy complete: ranks are compared by their phases.
+    watchdog.phase("stage")
     while target not in HELD:
         try:
             os.mkdir(target, 0o700)
@@ -97,11 +98,6 @@ def copy_of(manifest, parent):
             return target
     raise InputError(f"data.stage {parent}: {name} and {MOST_TAKEN - 1} folders with similar names belong to other "
                      'users; name another folder, or set data.stage to "".')
-
-
-def enter_stage():
-    """Enter the phase "stage"; called again, tell the ranks that wait for this one that it makes progress."""
-    watchdog.phase("stage")
 
 
 def is_ours(path):
@@ -162,7 +158,7 @@ def wait_for(handle, target, files, show):
             with contextlib.suppress(FileNotFoundError):  # the copy is being removed; then its lock is free
                 count = len(os.listdir(target))
                 if count != seen:  # a new file shows that the other rank is alive
-                    enter_stage()
+                    watchdog.phase("stage")
                     seen = count
                     bar.update(min(count, files) - bar.n)
             time.sleep(0.2)
@@ -220,7 +216,7 @@ def make_whole(folder, manifest, target, show):
     """Copy missing and damaged files, then the manifest."""
     missing = not_copied(manifest, target)
     copied = {name: mark for name, mark in manifest["files"].items() if name not in missing}
-    for name in damaged(target, copied, f"comparing {target} with its checksums", enter_stage, show):
+    for name in damaged(target, copied, f"comparing {target} with its checksums", show=show):
         (target / name).unlink()
     files = not_copied(manifest, target)
     if not files and (target / "manifest.json").is_file():
@@ -230,7 +226,7 @@ def make_whole(folder, manifest, target, show):
         raise InputError(f"data.stage {target.parent}: the cache needs {need / 2 ** 30:.1f} GiB, but only "
                          f'{free / 2 ** 30:.1f} are free; name a larger folder, or set data.stage to "".')
     for name in tqdm(files, f"copying the cache to {target}", unit="file", leave=False, disable=not show):
-        enter_stage()
+        watchdog.goes_on()
         copy_file(folder / name, target / name, manifest["files"][name][1])
     copy_file(folder / "manifest.json", target / "manifest.json")
 

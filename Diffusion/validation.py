@@ -104,7 +104,9 @@ def validate(run, dataset):
     launch.arrive(ranks, f"the end of the validation after step {run.progress.step}")
     agree.agree(ranks, run.progress.step, "evaluate")
     parts = zip(*agree.gather_objects(ranks, (cosines, embeddings, scores)))
-    cosines, embeddings, scores = (in_order(rows) for rows in parts)
+    # In the order of the cases, so that averages do not depend on the number of ranks.
+    cosines, embeddings, scores = ([row[-1] for row in sorted(itertools.chain(*rows), key=lambda row: row[:-1])]
+                                   for rows in parts)
     if alone:
         return {"val_ang": average(cosines)}, None
     images, conditions = torch.from_numpy(np.stack(embeddings, axis=1))        # (n, E) each
@@ -127,12 +129,6 @@ def best_by(scores, modes):
     if scores and modes == ["contrastive"]:
         metric, value = "val_retrieval", scores["val_retrieval"]
     return (metric, value) if value is not None and math.isfinite(value) else None
-
-
-def in_order(rows_of_ranks):
-    """The last items of all ranks' rows, sorted by the other items: averages do not depend on the number of ranks."""
-    rows = itertools.chain(*rows_of_ranks)
-    return [row[-1] for row in sorted(rows, key=lambda row: row[:-1])]
 
 
 def validate_recovery(run, dataset):

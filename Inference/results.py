@@ -127,12 +127,6 @@ def parts_of(out):
     return sorted((out / PARTS).glob("*_of_*"))
 
 
-def moved_to(out, home, row):
-    """A row of the results in the folder `home`, with the paths of its files relative to `out`."""
-    files = {os.path.relpath(home / name, out): entry for name, entry in row["files"].items()}
-    return {**row, "folder": os.path.normpath(row["folder"]), "files": files}
-
-
 def kept_rows(earlier, settings, pairs, out):
     """The rows of an earlier run of a list that are still valid: {name: row}. earlier: from `read_results`.
 
@@ -215,8 +209,9 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     entries, kept = [entry for entry, _ in tasks], {}
     if resumes and not again:
         for home in (*parts_of(out), *beside):
-            kept.update({name: moved_to(out, home, row)
-                         for name, row in kept_rows(read_results(home), settings, entries, home).items()})
+            for name, row in kept_rows(read_results(home), settings, entries, home).items():
+                files = {os.path.relpath(home / file, out): entry for file, entry in row["files"].items()}
+                kept[name] = {**row, "folder": os.path.normpath(row["folder"]), "files": files}
         kept.update(kept_rows(earlier, settings, entries, out))
     if kept:
         print(f"{out}: keeping {len(kept)} of {len(tasks)} {unit}s from an earlier run (--again repeats them)",

@@ -184,20 +184,15 @@ def controls_html(words, has_labels, dims):
     groups.append(("Show", "view", {"divider": "d", "flicker": "f", "checkerboard": "c", "difference": "e",
                                     "moving": "m", "fixed": "x"}))
     shown = {"fixed": fixed, "moving": "moving" if len(others) > 1 else others[0]}
-    html = [group_html(heading, [button_html(f'data-set="{key}" data-to="{escape(to)}"', shown.get(to, to), letter)
-                                 for to, letter in buttons.items()]) for heading, key, buttons in groups]
-    on_top = [("labels", "labels", "l")] * has_labels + [("grid", "grid", "g"), ("jacobian", "Jacobian", "j")]
-    html.append(group_html("On top", [button_html(f'data-flip="{key}"', *texts) for key, *texts in on_top]))
-    return "\n".join(html)
-
-
-def group_html(heading, buttons):
-    return f'<div role="group" aria-label="{heading}"><b>{heading}</b>\n{"".join(buttons)}</div>'
-
-
-def button_html(data, text, letter):
-    return (f'<button type="button" {data} aria-pressed="false" aria-keyshortcuts="{escape(letter)}">{escape(text)}'
-            f"<kbd>{escape(letter)}</kbd></button>\n")
+    html = [(heading, [(f'data-set="{key}" data-to="{escape(to)}"', shown.get(to, to), letter)
+                       for to, letter in buttons.items()]) for heading, key, buttons in groups]
+    html.append(("On top", [('data-flip="labels"', "labels", "l")] * has_labels
+                 + [('data-flip="grid"', "grid", "g"), ('data-flip="jacobian"', "Jacobian", "j")]))
+    return "\n".join(
+        f'<div role="group" aria-label="{heading}"><b>{heading}</b>\n' + "".join(
+            f'<button type="button" {data} aria-pressed="false" aria-keyshortcuts="{escape(letter)}">{escape(text)}'
+            f"<kbd>{escape(letter)}</kbd></button>\n" for data, text, letter in buttons) + "</div>"
+        for heading, buttons in html)
 
 
 def legends_html(fixed, half, grid_words):

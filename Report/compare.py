@@ -53,20 +53,16 @@ def overlaid(runs, names):
         curves = []
         for name, steps in zip(names, (found["once"] for found in runs)):
             curves.append((name, steps["step"], steps.get(f"terms.{loss}", np.full(len(steps["step"]), np.nan))))
-        charts.append(line_chart(loss, [mean_alone(*curve) for curve in smoothed(curves, SMOOTH)]))
+        means = []
+        for name, x, y in smoothed(curves, SMOOTH):  # of few points, since bands of several runs would hide each other
+            chosen = np.unique(np.linspace(0, len(x) - 1, min(POINTS, len(x))).astype(int))
+            means.append((name, x[chosen], y[chosen]))
+        charts.append(line_chart(loss, means))
     for score in sorted({score for found in runs for score in found["scores"]}):
         lines = [found["scores"].get(score, []) for found in runs]
         charts.append(line_chart(score, [(name, [line["step"] for line in own], [line[score] for line in own])
                                          for name, own in zip(names, lines)]))
     return grid(charts)
-
-
-def mean_alone(name, x, y):
-    """At most POINTS points of a curve, so that it has no band: bands of several runs would hide each other."""
-    if len(x) <= POINTS:
-        return name, x, y
-    chosen = np.unique(np.linspace(0, len(x) - 1, POINTS).astype(int))
-    return name, x[chosen], y[chosen]
 
 
 def compared(runs, out):

@@ -37,10 +37,8 @@ def read_manifest(run):
 
 def newest_first(entries):
     """Names of all entries by (epoch, step), newest first; at the same step, the epoch checkpoint comes first."""
-    def place(name):
-        return entries[name]["epoch"], entries[name]["step"], not name.startswith("tmp/"), name
-
-    return sorted(entries, reverse=True, key=place)
+    return sorted(entries, reverse=True, key=lambda name: (
+        entries[name]["epoch"], entries[name]["step"], not name.startswith("tmp/"), name))
 
 
 def standing(run, entries):

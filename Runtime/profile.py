@@ -52,7 +52,12 @@ def profile_step(profile, step):
     if profile is None or profile["done"]:
         return False
     if profile["running"] is None and profile["first"] <= step <= profile["last"]:
-        profile["running"] = start_profiler(profile["device"]) if profile["rank"] == 0 else "elsewhere"
+        profile["running"] = "elsewhere"
+        if profile["rank"] == 0:
+            kinds = {"CPU", profile["device"].type.upper()} & {"CPU", "CUDA", "XPU"}
+            profile["running"] = torch.profiler.profile(
+                activities=[getattr(torch.profiler.ProfilerActivity, kind) for kind in sorted(kinds)])
+            profile["running"].start()
     elif profile["running"] is None and step == math.inf and profile["rank"] == 0:
         print(f"--profile: this launch ended before step {profile['first']}, so nothing was profiled", file=sys.stderr)
     elif profile["running"] is not None and step > profile["last"]:
@@ -65,41 +70,26 @@ def profile_step(profile, step):
     return False
 
 
-def start_profiler(device):
-    """Start a profiler of this process and its device. Returns: the profiler."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    accelerator = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type)
-    if accelerator:
-        kinds.append(getattr(torch.profiler.ProfilerActivity, accelerator))
-    profiler = torch.profiler.profile(activities=kinds)
-    profiler.start()
-    return profiler
-
-
 def write_profile(profile):
-    """Stop the profiler and write its trace and table. If the disk refuses them, training continues."""
+    """Stop the profiler and write its trace, and a table of the operations with the most self time, on the device if
+    it has any. If the disk refuses them, training continues."""
     profiler, folder = profile["running"], profile["run"] / "profile"
     synchronize(profile["device"])
     profiler.stop()
+    rows = profiler.key_averages()
+    own = {row.key: row.self_device_time_total or 0.0 for row in rows}
+    if not any(own.values()):
+        own = {row.key: row.self_cpu_time_total for row in rows}
+    total = max(sum(own.values()), 1e-9)
+    calls = {row.key: row.count for row in rows}
+    top = [{"name": key, "calls": calls[key], "ms": own[key] / 1e3, "share": 100 * own[key] / total}
+           for key in sorted(own, key=own.get, reverse=True)[:TOP]]
     name = f"step{profile['first']:08d}"
     table = {"first": profile["first"], "last": profile["last"], "rank": 0, "trace": f"{name}.trace.json.gz",
-             "top": top_operations(profiler)}
+             "top": top}
     try:
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / table["trace"]))
         write_file(folder / f"{name}.json", json.dumps(table, indent=1) + "\n")
     except (OSError, RuntimeError) as error:  # torch writes the trace and has its own errors
         print(f"{folder}: the profile was not written ({error}); training continues", file=sys.stderr)
-
-
-def top_operations(running):
-    """[{"name", "calls", "ms", "share"}] of the operations with the most self time, on the device if it has any."""
-    rows = running.key_averages()
-    own = {row.key: row.self_device_time_total or 0.0 for row in rows}
-    if not any(own.values()):
-        own = {row.key: row.self_cpu_time_total for row in rows}
-    total = max(sum(own.values()), 1e-9)
-    calls = {row.key: row.count for row in rows}
-    names = sorted(own, key=own.get, reverse=True)[:TOP]
-    return [{"name": name, "calls": calls[name], "ms": own[name] / 1e3, "share": 100 * own[name] / total}
-            for name in names]

@@ -86,26 +86,21 @@ def deformed_copies(case, model):
 
 
 def pair_pictures(cases):
-    """The worst and the best pair, as HTML; the best one is written as registration.png too."""
+    """The worst and the best pair, as HTML, each with a viewer; the best one is written as registration.png too."""
     worst = min(cases, key=lambda case: case["after"])
     best = max(cases, key=lambda case: case["after"])
     html = ""
     for case, word in ((worst, "the worst pair"), (best, "the best pair")):
+        *volumes, field = case["volumes"]
+        low, high = intensity_range(volumes[1])
+        order = {"fixed": 1, "before": 0, "after": 2}
+        html += viewer_html(case["pair"], {each: rescale(volumes[n], low, high) for each, n in order.items()}, field,
+                            case["affine"], {each: case["labels"][n] for each, n in order.items()}, PAGE_BYTES // 2)
         figure = registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
-        html += pair_viewer(case) + page.figure_html(
+        html += page.figure_html(
             figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} after.")
     write_file(FOLDER / "registration.png", page.figure_png(figure))
     return html
-
-
-def pair_viewer(case):
-    """A viewer to browse the volumes of one pair, as HTML."""
-    *volumes, field = case["volumes"]
-    order = {"fixed": 1, "before": 0, "after": 2}
-    darkest, brightest = intensity_range(volumes[1])
-    images = {word: rescale(volumes[number], darkest, brightest) for word, number in order.items()}
-    labels = {word: case["labels"][number] for word, number in order.items()}
-    return viewer_html(case["pair"], images, field, case["affine"], labels, PAGE_BYTES // 2)
 
 
 def write_report(cases, found, model, seconds):

@@ -8,6 +8,7 @@ Scripts/preflight/preflight.py runs each check in a process of its own, which it
 """
 import contextlib
 import datetime
+import functools
 import hashlib
 import math
 import os
@@ -419,19 +420,10 @@ def check_rendezvous(context, at):
     return passed(f"{context['world_size']} ranks meet at {address}:{port}")
 
 
-def check_node_collective(context, at):
-    """all_reduce works among the ranks of this node."""
-    first = context["rank"] - context["local_rank"]
-    return together(context, at, range(first, first + context["tasks"]), "node")
-
-
-def check_collective(context, at):
-    """all_reduce works among all ranks; report its bandwidth."""
-    return together(context, at, range(context["world_size"]), "all")
-
-
-def together(context, at, peers, name):
-    """Do `all_reduce` once all `peers` (ranks) are there and well; end together."""
+def check_collective(context, at, within_node=False):
+    """all_reduce works among all ranks, or among those of this node: once all are there and well; they end together."""
+    first, name = context["rank"] - context["local_rank"], "node" if within_node else "all"
+    peers = range(first, first + context["tasks"]) if within_node else range(context["world_size"])
     if len(peers) == 1:
         return passed("one rank" + " on each node" * (context["world_size"] > 1))
     at("meeting")
@@ -493,7 +485,7 @@ CHECKS = {
     "forward": (check_forward, 0.60, ("device",)),
     "folder": (check_folder, 0.68, ()),
     "rendezvous": (check_rendezvous, 0.75, ()),
-    "node collective": (check_node_collective, 0.81, ("rendezvous",)),
+    "node collective": (functools.partial(check_collective, within_node=True), 0.81, ("rendezvous",)),
     "collective": (check_collective, 0.87, ("rendezvous",)),
     "data": (check_data, 0.91, ()),
     "memory": (check_memory, 0.95, ("forward",)),
