@@ -203,8 +203,12 @@ def to_grid(array, affine, size, spacing_mm, order=1, box=None):
     scale, offset, new_affine = grid_transform(array.shape, affine, size, spacing_mm, box)
     size = tuple(np.broadcast_to(size, (array.ndim,)).tolist())
     array = array.astype(np.float32 if order else array.dtype, copy=False)
-    if (scale == 1).all():
-        return _crop_or_pad(array, offset.astype(int), size), new_affine
+    if (scale == 1).all():  # out[i] = array[i + offset]
+        out, offset = np.zeros(size, array.dtype), offset.astype(int)
+        first, stop = np.maximum(0, -offset), np.minimum(size, np.array(array.shape) - offset)
+        if np.all(stop > first):
+            out[tuple(map(slice, first, stop))] = array[tuple(map(slice, first + offset, stop + offset))]
+        return out, new_affine
     sigma = np.where(scale > SMOOTH_ABOVE, SMOOTH_SIGMA * scale, 0)
     if order and sigma.any():
         array = ndimage.gaussian_filter(array, sigma, mode="nearest")
@@ -220,14 +224,3 @@ def _embed(matrix, offset):
     full[:dims, :dims] = matrix
     full[:dims, 3] = offset
     return full
-
-
-def _crop_or_pad(array, offset, size):
-    """Copy with out[i] = array[i + offset], 0 outside."""
-    out = np.zeros(size, array.dtype)
-    first = np.maximum(0, -offset)
-    stop = np.minimum(size, np.array(array.shape) - offset)
-    if np.all(stop > first):
-        inside = tuple(slice(a, b) for a, b in zip(first, stop))
-        out[inside] = array[tuple(slice(a, b) for a, b in zip(first + offset, stop + offset))]
-    return out

@@ -130,8 +130,13 @@ def speed(found, last=100):
 def write_report(found, path, refresh_s=None):
     """Write the page of a run. refresh_s: seconds after which a browser reloads it. Returns: path."""
     findings, (word, sentence), (losses, zeros) = find_all(found), state_of(found), run_charts.loss_charts(found)
+    wrong = findings_html([("", each["rule"], f"(step {each['step']}): {each['sentence']}. What to do: "
+                            f"{each['advice']}.") for each in findings])
+    if not findings:
+        wrong = nothing("No rule found a problem: no slow rank, no leak, no non-finite losses, no mode clipped away, "
+                        "no stuck gate, no overfitting, no full disk.")
     sections = [("", cards_html(headline(found, findings))),
-                ("What is wrong, and what to do", what_is_wrong(findings)),
+                ("What is wrong, and what to do", wrong),
                 ("Losses", grid(losses) + (nothing(f"0 throughout: {', '.join(zeros)}.") if zeros else "")),
                 ("Validation", grid(run_charts.validation_charts(found)) or nothing("No validation yet.")),
                 ("Where the time went", time_html(found)),
@@ -145,14 +150,6 @@ def write_report(found, path, refresh_s=None):
                 ("Environment", environment_html(found))]
     sections = [(heading, html) for heading, html in sections if html]
     return write_page(path, f"{found['run'].resolve().name}: {word}", sentence, sections, refresh_s)
-
-
-def what_is_wrong(findings):
-    if not findings:
-        return nothing("No rule found a problem: no slow rank, no leak, no non-finite losses, no mode clipped away, no "
-                       "stuck gate, no overfitting, no full disk.")
-    return findings_html([("", each["rule"], f"(step {each['step']}): {each['sentence']}. What to do: "
-                           f"{each['advice']}.") for each in findings])
 
 
 def nothing(sentence):
@@ -359,24 +356,21 @@ def curve_rows(found):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def report(args):
-    """Write the page, print the text, or both, once. Returns: the word of the run's state."""
-    found = read_run(args.run)
-    word, sentence = state_of(found)
-    if not args.text or args.follow:
-        refresh = args.follow and word not in ("done", "stopped")
-        path = write_report(found, args.out or args.run / "report.html", FOLLOW_S if refresh else None)
-    if args.text:
-        print("\033[2J\033[H" * (args.follow and sys.stdout.isatty()) + as_text(found), flush=True)
-    else:
-        print(f"{sentence}\nreport: {path.resolve()} ({size_text(path.stat().st_size)})", flush=True)
-    return word
+    """Write the page, print the text, or both; with --follow, until the run is done or stopped, or until Ctrl-C.
 
-
-def look(args):
-    """Report once; with --follow, repeat until the run is done or stopped, or until Ctrl-C. Returns: the exit code."""
+    Returns: the exit code.
+    """
     while True:
-        began = time.monotonic()
-        if report(args) in ("done", "stopped") or not args.follow:
+        began, found = time.monotonic(), read_run(args.run)
+        word, sentence = state_of(found)
+        last = not args.follow or word in ("done", "stopped")
+        if not args.text or args.follow:
+            path = write_report(found, args.out or args.run / "report.html", None if last else FOLLOW_S)
+        if args.text:
+            print("\033[2J\033[H" * (args.follow and sys.stdout.isatty()) + as_text(found), flush=True)
+        else:
+            print(f"{sentence}\nreport: {path.resolve()} ({size_text(path.stat().st_size)})", flush=True)
+        if last:
             return DONE
         try:
             time.sleep(max(FOLLOW_S, FOLLOW_SHARE * (time.monotonic() - began)))
@@ -396,7 +390,7 @@ def parse_arguments(argv=None):
 
 
 def main(argv=None):
-    return run_program(look, parse_arguments(argv))
+    return run_program(report, parse_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -57,9 +57,19 @@ def read_config(path, above=()):
     """The flat dict of a config file merged over that of its `base`; not checked yet.
 
     base: a path relative to the file's folder, or the name of a config in Config/. above: files whose base led here.
-    Raises InputError for a file that is missing or not a config, and for circular bases.
+    Raises InputError for a file that is missing, unreadable or not a config, and for circular bases.
     """
-    flat = flatten(read_yaml(path), path)
+    try:
+        content = yaml.load(Path(path).read_bytes(), TextLoader)  # as bytes: the system may have another encoding
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such config file; see Config/ for those of the project.") from None
+    except (OSError, yaml.reader.ReaderError) as error:
+        raise InputError(f"{path}: cannot be read ({first_line(error)}).") from None
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" at line {where.line + 1}" if where else ""
+        raise InputError(f"{path}: not valid YAML{line}: {getattr(error, 'problem', error)}.") from None
+    flat = flatten(content, path)
     base = flat.pop("base", None)
     if base is None:
         return flat
@@ -73,20 +83,6 @@ def read_config(path, above=()):
     if base_path.resolve() in above:
         raise InputError(f"{path}: base: {base_path} leads back to this file; remove one of the two lines.")
     return {**read_config(base_path, above), **flat}
-
-
-def read_yaml(path):
-    """The content of a YAML file. Raises InputError if it is missing, unreadable or not valid YAML."""
-    try:
-        return yaml.load(Path(path).read_bytes(), TextLoader)  # as bytes: the system may have another encoding
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such config file; see Config/ for those of the project.") from None
-    except (OSError, yaml.reader.ReaderError) as error:
-        raise InputError(f"{path}: cannot be read ({first_line(error)}).") from None
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" at line {where.line + 1}" if where else ""
-        raise InputError(f"{path}: not valid YAML{line}: {getattr(error, 'problem', error)}.") from None
 
 
 def overridden(overrides):

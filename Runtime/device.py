@@ -146,15 +146,6 @@ def prepare_device(device, threads):
         torch.accelerator.set_device_index(device.index)
 
 
-def product_settings():
-    """The settings of torch that make products of float32 coarser: (object, attribute, value for full precision)."""
-    backends = torch.backends
-    if hasattr(backends, "fp32_precision"):  # torch 2.9 and later
-        return [(each, "fp32_precision", "ieee") for each in (
-            backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)]
-    return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
-
-
 @contextlib.contextmanager
 def own_settings(voxels=None):
     """Within this, torch computes as registration needs it, whatever the calling program has set.
@@ -168,7 +159,11 @@ def own_settings(voxels=None):
     These are settings of the process. Calls in several threads share them: the first one saves what the program had,
     and the last one restores it.
     """
-    settings = product_settings()
+    backends = torch.backends
+    settings = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+    if hasattr(backends, "fp32_precision"):  # torch 2.9 and later
+        settings = [(each, "fp32_precision", "ieee") for each in (
+            backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)]
     with SHARED["lock"]:
         if not SHARED["users"]:
             SHARED["before"] = (torch.get_num_threads(), torch.get_default_dtype(),

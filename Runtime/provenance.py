@@ -37,17 +37,6 @@ def git(*arguments):
         return None
 
 
-def package_versions():
-    """{name: version} of the installed packages that the project and torch need."""
-    names = ["torch", "numpy", "nibabel", "pyyaml", "tensorboard", "tqdm", "scipy", "matplotlib"]
-    names += [re.split(r"[^\w.-]", requirement)[0] for requirement in importlib.metadata.requires("torch") or []]
-    versions = {}
-    for name in dict.fromkeys(names):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
-
-
 def described(mode):
     """What a run's report needs to know about a mode, as JSON. mode: one of the training script's MODES."""
     return {name: getattr(mode, name) for name in ("name", "weights", "curve", "terms", "clip_norm", "gate")}
@@ -63,12 +52,17 @@ def save_launch(run, cfg, step, modes):
     folder = launches / f"{max(numbers, default=-1) + 1:04d}"
     folder.mkdir(parents=True)
     save_config(cfg, folder / "config.yaml")
+    names, versions = ["torch", "numpy", "nibabel", "pyyaml", "tensorboard", "tqdm", "scipy", "matplotlib"], {}
+    names += [re.split(r"[^\w.-]", requirement)[0] for requirement in importlib.metadata.requires("torch") or []]
+    for name in dict.fromkeys(names):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
     job = {name: value for name, value in sorted(os.environ.items()) if re.match("SLURM_(JOB|NTASKS|NNODES)", name)}
     launch = {"started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "step": step,
               "command": [sys.executable, *sys.argv], "host": platform.node(), "commit": commit and commit.strip(),
               "changed": bool(changes), "seed": cfg["run.seed"], "modes": [described(mode) for mode in modes],
-              "python": platform.python_version(), "packages": package_versions(), "settings": settings(), "job": job}
+              "python": platform.python_version(), "packages": versions, "settings": settings(), "job": job}
     write_file(folder / "launch.json", json.dumps(launch, indent=1) + "\n")
     if changes:
         write_file(folder / "changes.diff", changes)

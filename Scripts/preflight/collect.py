@@ -39,7 +39,11 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
         finding["ok"] is False for rank in range(number * tasks, (number + 1) * tasks)
         for finding in findings[rank].values())]
     code, excluded, sentence = decide(cfg, nodes, tasks, bad, rows)
-    if bad and may_repeat and any(may_pass(finding) for checks in findings.values() for finding in checks.values()):
+    # No answer instead of a wrong one may have been a stall of a file system or of the network.
+    stalled = any(finding["ok"] is False and (finding.get("passing") or finding.get("unreachable")
+                                              or finding.get("waits_for"))
+                  for checks in findings.values() for finding in checks.values())
+    if bad and may_repeat and stalled:
         code, excluded, sentence = AGAIN, [], (f"{', '.join(bad)} failed in a way that may be temporary: checking "
                                                "again")
     header = ["check", "", "node (host)", "ranks", "found", "what to do"]
@@ -131,12 +135,6 @@ def judge(findings, nodes, tasks, elapsed):
     compare_folders(findings, nodes, tasks)
     compare_rendezvous(findings, nodes, tasks)
     excuse(findings)
-
-
-def may_pass(finding):
-    """Whether a failure may have been a stall of a file system or of the network: no answer instead of a wrong one."""
-    return finding["ok"] is False and bool(finding.get("passing") or finding.get("unreachable")
-                                           or finding.get("waits_for"))
 
 
 def fail(findings, rank, check, said, do):
