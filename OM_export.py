@@ -18,7 +18,7 @@ import re
 import sys
 from pathlib import Path
 
-from Dataloader.identity import volumes_of
+from Dataloader.dataset import volumes_of
 from Inference.load_model import EXPORTED, HUB, find_checkpoint, load_model, load_state
 from OM_train_3modes import MODES
 from Report.page import markdown_table

@@ -21,8 +21,14 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from Dataloader.dataset import NO_LABELS, epoch_batches, read_datasets
-from Dataloader.identity import agree_on_labels, describe_data, require_same_everywhere
+from Dataloader.dataset import (
+    NO_LABELS,
+    agree_on_labels,
+    describe_data,
+    epoch_batches,
+    read_datasets,
+    require_same_everywhere,
+)
 from Dataloader.sampler import steps_left
 from Dataloader.staging import release
 from Diffusion import embeddings, graphs, losses, optim, predict, training_state, validation

@@ -10,8 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from Dataloader.dataset import ALONE, find_labels, read_datasets
-from Dataloader.identity import agree_on_labels
+from Dataloader.dataset import ALONE, agree_on_labels, find_labels, read_datasets
 from Dataloader.sampler import epoch_pair_count, steps_left
 from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from Dataloader.cache import some
-from Dataloader.dataset import VolumeDataset
-from Dataloader.identity import as_csv, compare_data
+from Dataloader.dataset import VolumeDataset, as_csv, compare_data
 from Dataloader.sampler import steps_left
 from Diffusion.diffuser import DeformDDPM
 from Diffusion.optim import GradientSums, compare_moments, gather, gather_state, replicated, whole
@@ -41,7 +40,7 @@ class Run:
     # What a checkpoint holds.
     net: torch.nn.Module         # with fsdp this rank's slices
     queue: dict                  # from embeddings.new_queue
-    data: str                    # from identity.describe_data
+    data: str                    # from dataset.describe_data
     progress: Progress
     # What lives only in this process.
     folder: Path                 # of the run

@@ -7,8 +7,7 @@ import torch
 
 import OM_train_3modes as om
 from Dataloader.datalist import subject_key
-from Dataloader.dataset import read_datasets
-from Dataloader.identity import as_csv, compare_data, describe_data, require_same_everywhere
+from Dataloader.dataset import as_csv, compare_data, describe_data, read_datasets, require_same_everywhere
 from Dataloader.synthetic import write_dataset
 from Runtime import checkpoint, launch
 from Runtime.errors import InputError

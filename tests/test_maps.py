@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import OM_train_3modes as om
-from Dataloader import identity
+from Dataloader import dataset as datasets
 from Dataloader.dataset import NO_LABELS, Files, epoch_batches, find_labels, read_datasets
 from Dataloader.nifti import read_label
 from Diffusion.batch_augment import augment, augment_maps
@@ -257,7 +257,7 @@ def test_labels_are_found_by_all_ranks_together(data):
     ({"registration__labels": "3-1"}, ["registration.labels \"3-1\": \"3-1\" is not a number"]),
     ({}, ["6 labels from 1 to 6", "at most 5 by registration.labels, such as \"1-5\""])])
 def test_labels_that_cannot_be_used_are_one_sentence(data, tmp_path, monkeypatch, capfd, changes, words):
-    monkeypatch.setattr(identity, "MOST_LABELS", 5)
+    monkeypatch.setattr(datasets, "MOST_LABELS", 5)
     assert om.main(options(data, tmp_path, **changes)) == 43
     message = capfd.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("error: ") and all(word in message for word in words), message
