@@ -155,19 +155,14 @@ def write_scores(folder, scores, failed):
     print(json.dumps({column: round(mean, 5) for column, mean in means.items()}))
 
 
-def require_own_scores(folder):
-    """Raise InputError if scores in a folder would replace files that are not of an earlier run."""
-    taken = next(filter(Path.exists, (folder / f"scores.{suffix}" for suffix in ("json", "csv", "html"))), None)
+def score_all(args):
+    """Score one pair or a list, and write the scores. Returns the exit code."""
+    pairs, dims = asked_pairs(args)
+    taken = next(filter(Path.exists, (Path(args.out, f"scores.{suffix}") for suffix in ("json", "csv", "html"))), None)
     earlier = read_json(taken) if taken and taken.suffix == ".json" else None
     if taken and not (isinstance(earlier, dict) and {"pairs", "failed", "mean"} == set(earlier)):
         raise InputError(f"{taken}: it is not of an earlier run, and the scores would replace it; choose another "
                          "--out.")
-
-
-def score_all(args):
-    """Score one pair or a list, and write the scores. Returns the exit code."""
-    pairs, dims = asked_pairs(args)
-    require_own_scores(Path(args.out))
     scores, failed = [], []
     with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
         for pair in bar:

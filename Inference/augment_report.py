@@ -41,9 +41,13 @@ def write_report(out, lead, items, kept, refused, dims, targets):
     pictures = [picture(item, out, records[item["id"]], dims, targets) for item in items[:PICTURED]]
     note = ("Length of the displacement in percent of the image's longest side: mean, 95th percentile and maximum over "
             "the voxels, then mean over the draws. Folded: voxels whose Jacobian determinant is <= 0.")
+    worst = sorted(kept, key=lambda record: (-record["folding"], -record["mean"], record["name"]))[:ROWS]
+    cut = "" if len(worst) == len(kept) else f" The first {ROWS} of {len(kept)}; all are in draws.csv."
+    table = table_html(["", "mean %", "95th %", "max %", "folded %"],
+                       [[record["name"], *[record[key] for key in MEASURES]] for record in worst],
+                       f"Most folded, then most deformed first.{cut}", [None, ".2f", ".2f", ".2f", ".4f"])
     sections = [("", cards_html(cards)), ("Some of them", "".join(pictures)),
-                ("Volumes", table_html(header, rows, note, formats)),
-                ("Draws", draws_table(kept))]
+                ("Volumes", table_html(header, rows, note, formats)), ("Draws", table)]
     if refused:
         sections.append(("Left out", table_html(["volume", "why"], sorted(refused.items()))))
     write_page(out / "report.html", "Deformed copies", lead, sections, viewer=True)
@@ -107,12 +111,3 @@ def picture(item, out, records, dims, targets):
     viewer = viewer_html(f"{item['id']} and its first copy", dict(zip(names, images)), fields[1], affine,
                          dict(zip(names, labels)) if item["label"] else None, PAGE_BYTES // PICTURED)
     return viewer + figure
-
-
-def draws_table(kept):
-    """The table of draws as HTML, the most folded first. kept: their records."""
-    worst = sorted(kept, key=lambda record: (-record["folding"], -record["mean"], record["name"]))[:ROWS]
-    rows = [[record["name"], *[record[key] for key in MEASURES]] for record in worst]
-    cut = "" if len(worst) == len(kept) else f" The first {ROWS} of {len(kept)}; all are in draws.csv."
-    return table_html(["", "mean %", "95th %", "max %", "folded %"], rows,
-                      f"Most folded, then most deformed first.{cut}", [None, ".2f", ".2f", ".2f", ".4f"])

@@ -125,6 +125,10 @@ def write_page(path, title, lead, sections, refresh_s=None, viewer=False, sortab
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
     policy += "; script-src " * bool(scripts) + " ".join(f"'sha256-{digest}'" for digest in digests)
     script = "".join(f"<script>{text}</script>\n" for text in scripts)
+    commit = git("rev-parse", "--short", "HEAD")
+    footer = " \u00b7 ".join([
+        f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", *([f"commit {commit.strip()}"] if commit else []),
+        f"Python {platform.python_version()}", f"PyTorch {importlib.metadata.version('torch')}", platform.node()])
     page = f"""<!DOCTYPE html>
 <html lang="en"><head>
 <meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -135,21 +139,12 @@ def write_page(path, title, lead, sections, refresh_s=None, viewer=False, sortab
 <h1>{escape(title)}</h1>
 <p class="lead">{escape(lead)}</p>
 {body}</main>
-<footer><p>{escape(_origin())}</p></footer>
+<footer><p>{escape(footer)}</p></footer>
 {script}</body></html>
 """
     # A file name that is not UTF-8 holds lone surrogates, which cannot be encoded.
     write_file(path, page.encode(errors="replace"))
     return path
-
-
-def _origin():
-    """The footer: when, where and with which versions the page was written."""
-    commit = git("rev-parse", "--short", "HEAD")
-    commit = [f"commit {commit.strip()}"] if commit else []
-    return " \u00b7 ".join([f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", *commit,
-                            f"Python {platform.python_version()}", f"PyTorch {importlib.metadata.version('torch')}",
-                            platform.node()])
 
 
 def _text(value, form=None):

@@ -29,17 +29,17 @@ def read_rows(text):
     return rows
 
 
-def pattern_of(fragment):
-    """A regular expression of a fragment: `...` and `{}` stand for any text, spaces for any space."""
-    parts = [re.escape(part).replace(r"\ ", r"\s+") for part in re.split(r"\.\.\.|\{\}", fragment)]
-    return re.compile(".*?".join(parts), re.IGNORECASE)
-
-
 def matching_rows(text, rows):
-    """The rows that fit a text, those of the longest fragments first."""
+    """The rows that fit a text, those of the longest fragments first.
+
+    In a fragment `...` and `{}` stand for any text, spaces for any space.
+    """
     found = []
     for row in rows:
-        lengths = [len(fragment) for fragment in row[0] if pattern_of(fragment).search(text)]
+        lengths = []
+        for fragment in row[0]:
+            parts = [re.escape(part).replace(r"\ ", r"\s+") for part in re.split(r"\.\.\.|\{\}", fragment)]
+            lengths += [len(fragment)] * bool(re.search(".*?".join(parts), text, re.IGNORECASE))
         if lengths:
             found.append((max(lengths), row))
     return [row for _, row in sorted(found, key=lambda entry: -entry[0])]

@@ -227,21 +227,18 @@ def memory_need(cfg, split, process, parameters, on_cpu, writes):
     # The batch that is being computed, and what each worker, or a thread beside an accelerator, reads ahead.
     count = 1 + cfg["data.prefetch_factor"] * (workers or not on_cpu)
     stored = np.dtype(cfg["data.dtype"]).itemsize if cached else 4
-    rank = process + TRAINING + 4 * voxels * (volumes_kept(cfg) if kept else 0) + (0 if workers else reading)
+    rank = process + TRAINING + (0 if workers else reading)
+    if kept:
+        try:
+            train, val, _ = read_datasets(cfg, headers_only=True, inputs=VOLUMES_ALONE)
+            rank += 4 * voxels * (len(train) + len(val))
+        except InputError:  # the training reports it; the files may arrive before it starts
+            rank += 4 * voxels * cfg["data.expect_samples"]
     # On the host: weights, gradients, two moments, the average. For a device they are initialised there.
     rank += weights * (4 + bool(cfg["optim.average"]) if on_cpu else 1)
     return {"rank": rank, "worker": WORKER + reading, "workers": workers,
             "batches": count * max(split.sample_batch, 2 * split.pair_batch) * stored * voxels,
             "checkpoint": weights * (3 + bool(cfg["optim.average"])) if writes else 0}
-
-
-def volumes_kept(cfg):
-    """How many volumes a rank keeps with data.in_memory."""
-    try:
-        train, val, _ = read_datasets(cfg, headers_only=True, inputs=VOLUMES_ALONE)
-        return len(train) + len(val)
-    except InputError:  # the training reports it; the files may arrive before it starts
-        return cfg["data.expect_samples"]
 
 
 def staged_bytes(cfg):

@@ -207,11 +207,6 @@ def reload(trainer, args):
     return max(difference, abs(fresh_loss - next_loss)), files
 
 
-def peak_gib(device):
-    """Most memory that any rank has used, in GiB: of the device, or on a CPU of the process."""
-    return over_ranks(peak_bytes(device) / 2 ** 30, device, dist.ReduceOp.MAX)
-
-
 def climb(args):
     """Do one step of the ladder. Returns: a dict of its figures. Raises RuntimeError for the first fault."""
     node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
@@ -228,7 +223,7 @@ def climb(args):
     _, after = examine(trainer, args)
     if not after < FALL * before:
         raise RuntimeError(f"the loss did not fall: {before:.4g} before, {after:.4g} after {args.steps} steps")
-    peak = peak_gib(args.device)
+    peak = over_ranks(peak_bytes(args.device) / 2 ** 30, args.device, dist.ReduceOp.MAX)  # GiB, of any rank
     difference, files = reload(trainer, args)
     return {"ranks": args.world, "nodes": len(set(nodes)), "device": args.device.type, "parameters": parameters,
             "before": before, "after": after, "steps": args.steps, "rate": rate,
