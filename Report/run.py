@@ -22,9 +22,8 @@ from Report.charts import grid, number, spark
 from Report.goodput import add_up, causes_table, goodput, is_refused_start, kinds_table, tables
 from Report.page import cards_html, findings_html, table_html, text_table, write_page
 from Report.rules import find_all, host_of, own_seconds, size_text
-from Report.run_logs import read_json, read_launches, read_run, tail_of
+from Report.run_logs import read_json, read_run, tail_of
 from Runtime.errors import DONE, parse_options, run_program
-from Runtime.files import read_lines
 
 FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # --follow pauses at least this many s, and this many times a report's duration
 PICTURE_BYTES = 3 * 2 ** 20  # limit for all pictures of a page, so that the page stays below 5 MB
@@ -266,12 +265,8 @@ def differing_keys(configs, without=()):
 
 
 def config_changes(found):
-    """[(heading, rows of `differing_keys`)]: since the previous run, and from each launch to the next."""
+    """[(heading, rows of `differing_keys`)] from each launch to the next, where any differ."""
     result, launches = [], found["launches"]
-    before = run_before(found)
-    if before and launches:
-        rows = differing_keys([before[1], launches[-1]["config"]])
-        result.append((f"since the previous run, {before[0]}", rows))
     for old, new in zip(launches, launches[1:]):
         rows = differing_keys([old["config"], new["config"]])
         if rows:
@@ -279,28 +274,12 @@ def config_changes(found):
     return result
 
 
-def run_before(found):
-    """(name, flat config) of the latest run in the same folder that started before this one; None without one."""
-    began, candidates = found["attempts"][0]["time"], []
-    for path in found["run"].resolve().parent.glob("*/attempts.jsonl"):
-        if path.parent == found["run"].resolve():
-            continue
-        begins = [line["time"] for line in read_lines(path) if line.get("event") == "begin"]
-        if begins and min(begins) < began:
-            candidates.append((min(begins), path.parent))
-    for _, folder in sorted(candidates, reverse=True):
-        launches = read_launches(folder)
-        if launches:
-            return folder.name, launches[-1]["config"]
-    return None
-
-
 def config_html(found):
     """The keys that have changed, and all keys folded up below them."""
     if not found["config"]:
         return nothing("The folder has no launches/, so the config is not known.")
-    html = "".join(table_html(["key", "before", "now"], rows, f"Changed {heading}") if rows
-                   else nothing(f"Nothing has changed {heading}.") for heading, rows in config_changes(found))
+    html = "".join(table_html(["key", "before", "now"], rows, f"Changed {heading}")
+                   for heading, rows in config_changes(found))
     rows = [(key, json.dumps(value)) for key, value in found["config"].items()]
     return html + f"<details><summary>All keys</summary>{table_html(['key', 'value'], rows)}</details>\n"
 
@@ -338,7 +317,7 @@ def as_text(found):
     if ranks_table(found)[1]:
         parts.append(text_table(*ranks_table(found)))
     parts += [f"changed {heading}: " + ", ".join(f"{key} {old} -> {new}" for key, old, new in rows)
-              for heading, rows in config_changes(found) if rows]
+              for heading, rows in config_changes(found)]
     return "\n\n".join(parts)
 
 
@@ -356,21 +335,24 @@ def curve_rows(found):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def report(args):
-    """Write the page, print the text, or both; with --follow, until the run is done or stopped, or until Ctrl-C.
+    """Write the page, print the text, or both, once. Returns: the word of the run's state."""
+    found = read_run(args.run)
+    word, sentence = state_of(found)
+    if not args.text or args.follow:
+        refresh = args.follow and word not in ("done", "stopped")
+        path = write_report(found, args.out or args.run / "report.html", FOLLOW_S if refresh else None)
+    if args.text:
+        print("\033[2J\033[H" * (args.follow and sys.stdout.isatty()) + as_text(found), flush=True)
+    else:
+        print(f"{sentence}\nreport: {path.resolve()} ({size_text(path.stat().st_size)})", flush=True)
+    return word
 
-    Returns: the exit code.
-    """
+
+def look(args):
+    """Report once; with --follow, repeat until the run is done or stopped, or until Ctrl-C. Returns: the exit code."""
     while True:
-        began, found = time.monotonic(), read_run(args.run)
-        word, sentence = state_of(found)
-        last = not args.follow or word in ("done", "stopped")
-        if not args.text or args.follow:
-            path = write_report(found, args.out or args.run / "report.html", None if last else FOLLOW_S)
-        if args.text:
-            print("\033[2J\033[H" * (args.follow and sys.stdout.isatty()) + as_text(found), flush=True)
-        else:
-            print(f"{sentence}\nreport: {path.resolve()} ({size_text(path.stat().st_size)})", flush=True)
-        if last:
+        began = time.monotonic()
+        if report(args) in ("done", "stopped") or not args.follow:
             return DONE
         try:
             time.sleep(max(FOLLOW_S, FOLLOW_SHARE * (time.monotonic() - began)))
@@ -390,7 +372,7 @@ def parse_arguments(argv=None):
 
 
 def main(argv=None):
-    return run_program(report, parse_arguments(argv))
+    return run_program(look, parse_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -292,16 +292,6 @@ def test_names_and_keys_tell_runs_apart(tmp_path):
     assert differing_keys([{"a": 1}, {"a": 1, "b": 2}]) == [("b", "-", "2")]
 
 
-def test_the_run_before_is_found_and_compared(tmp_path):
-    made_up_run(tmp_path / "Models/demo_om_net", 20, optim__lr=5e-4)
-    newer = made_up_run(tmp_path / "Models/demo_om_net-2", 20)
-    text = (newer / "attempts.jsonl").read_text().replace(str(START), str(START + 1e6))
-    (newer / "attempts.jsonl").write_text(text)
-    shown = " ".join(Balance(page_of(newer, tmp_path / "page.html")).text)
-    assert "Changed since the previous run, demo_om_net" in shown and "0.0005" in shown
-    assert report.run_before(read_run(tmp_path / "Models/demo_om_net")) is None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # --profile
 # ---------------------------------------------------------------------------------------------------------------------
