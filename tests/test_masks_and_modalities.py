@@ -1,10 +1,12 @@
 """Masks, channels and similarities for two modalities: what does not count does not pull, contrast does not matter."""
 import json
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy import ndimage
 
 from Dataloader.nifti import read_field, read_volume, write_volume
 from Dataloader.synthetic import make_subject
@@ -21,7 +23,7 @@ from Diffusion.metrics import average, dice, folding_percent
 from Inference.affine import ONE_SIGN, align_affine
 from Inference.choices import SIMILARITIES
 from Inference.labels import apply_label
-from Inference.registration import apply_field, register
+from Inference.registration import apply_field, outlined_side, read_side, register
 from OM_register import main as om_register
 from Runtime.errors import InputError
 from tests.test_refine import alike, refined
@@ -244,6 +246,41 @@ def test_what_a_scanner_has_not_reconstructed_is_air(filler):
     assert found[0].warped.min() < -1500, "the result has what the file has"
     np.testing.assert_array_equal(found[0].field, found[1].field)
     assert found[0].similarity == pytest.approx(found[1].similarity, abs=1e-3) and found[0].verdict == found[1].verdict
+
+
+def head(seed, size=(40, 44, 36)):
+    """A made-up head in noisy air, the same without scalp and air, and its labels; (*size) each."""
+    subject = make_subject(seed, size)
+    brain = ndimage.binary_fill_holes(ndimage.binary_opening(subject["image"] > 0.15))
+    far = ndimage.distance_transform_edt(~brain)
+    air = 0.01 * np.random.default_rng(seed).random(size)
+    whole = np.where(brain, subject["image"], 0.9 * ((far > 2) & (far < 5))) + air
+    return whole, np.where(brain, subject["image"], 0), subject["label"]
+
+
+def test_two_volumes_alike_have_no_mask_of_their_own():
+    for fixed, moving in zip(head(3)[:2], head(4)[:2]):
+        assert outlined_side(read_side(fixed, "fixed", None, ()), read_side(moving, "moving", None, ()), config()) == ""
+
+
+@pytest.mark.parametrize("stripped", ["fixed", "moving"])
+def test_one_skull_stripped_volume_counts_only_where_it_shows_something(stripped):
+    """Its outline is not matched to that of the whole head, as it is with a mask that switches this off."""
+    (fixed, moving), labels = zip(*((each[:2], each[2]) for each in (head(3), head(4))))
+    pair, affine = (fixed[stripped == "fixed"], moving[stripped == "moving"]), np.diag([4.0, 4, 4, 1])
+
+    def registered(**masks):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            found = register(*((image, affine) for image in pair), refine=10, device="cpu", **masks)
+        warped = apply_label(labels[1], affine, found.field, affine, "nearest")
+        return found, average(dice(warped, labels[0], range(1, 7)))
+
+    found, overlap = registered()
+    assert [side for side in ("fixed", "moving") if getattr(found, side).mask is not None] == [stripped]
+    assert any("skull-stripped" in sentence for sentence in found.warnings)
+    assert overlap > 0.8 and found.verdict == ("doubtful" if stripped == "moving" else "ok"), found.reason
+    assert overlap > registered(fixed_mask=np.ones(pair[0].shape))[1] + 0.15
 
 
 def test_a_mask_too_thin_to_count_is_one_sentence():
