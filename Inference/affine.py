@@ -186,8 +186,8 @@ def _frame(name, array, affine):
         return affine @ [*voxel, *[0] * (3 - dims), 1]
 
     if np.linalg.eigvalsh(covariance).min() < 1e-3:  # voxels^2
-        raise InputError(f"the {name} volume, within its mask, shows something in a single plane only and cannot be "
-                         "aligned: make the mask thicker, or use --affine none.")
+        raise InputError(f"the {name} volume shows something in a single plane only and cannot be aligned: use "
+                         "--affine none or, if it has a mask, a thicker one.")
     left, _, right = np.linalg.svd(affine[:3, :3])
     frame = np.eye(4)
     frame[:3, :3] = left @ right
