@@ -18,7 +18,7 @@ import re
 import sys
 from pathlib import Path
 
-from Dataloader.dataset import volumes_of
+from Dataloader.dataset import rows_of
 from Inference.load_model import EXPORTED, HUB, find_checkpoint, load_model, load_state
 from OM_train_3modes import MODES
 from Report.page import markdown_table
@@ -158,7 +158,7 @@ def training_volumes(state):
     """Numbers of training and validation volumes, in words."""
     counts = {}
     for side in ("train", "val"):
-        rows = [row for row in volumes_of(state["data"]) if row[2] == side]
+        rows = [row for row in rows_of(state["data"]) if row[2] == side]
         counts[side] = f"{len(rows)} (subjects: {len({row[1] for row in rows})})"
     return f"volumes: {counts['train']}; held out for validation: {counts['val']}"
 

@@ -17,34 +17,46 @@ import sys
 from pathlib import Path
 
 from Dataloader.formats import PICTURES, is_series, made_grey
-from Dataloader.nifti import NIFTI, SUFFIXES, ends_in, read_header
+from Dataloader.nifti import NIFTI, SUFFIXES, ends_in, open_nifti, read_header
 from Runtime.errors import InputError
 from Runtime.files import as_stored, no_name_twice
 
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first one present counts
-IMAGE_FOLDERS = ("images", "image", "imgs", "img")  # beside one of the next; an image may lack a label there
-LABEL_FOLDERS = ("labels", "label", "segmentations", "segmentation", "masks", "mask")
-SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs", *LABEL_FOLDERS}  # no images, in a folder without a list
+# Folders of images beside folders of labels, in any case; an image may lack a label there.
+IMAGE_FOLDERS = ("images", "image", "imgs", "img")
+LABEL_FOLDERS = ("labels", "label", "segmentations", "segmentation", "segs", "seg", "masks", "mask", "gt",
+                 "annotations")
+SIDE_FOLDERS = {"labelstr", "labelsts", "maskstr", "masksts", "segtr", *LABEL_FOLDERS}  # no images, without a list
 NO_DATA = {"derivatives", "sourcedata"}  # BIDS folders of results and raw data, beside the images
 # Files at the top of the results of OM_register.py, OM_study.py and OM_augment.py; what lies below are no scans.
 OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"})
 # A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
 # one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
-SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_-])?(?P<word>d?seg|aseg|segmentations?|labels?|labelmap|(?:brain)?masks?|"
-                          r"msk|gt|ground_?truth|probseg)(?(of)|(?:[_-]?(?P<number>[0-9]+))?)", re.I)
+SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. -])?(?P<word>d?segm?|aseg|synthseg|segmentations?|labels?|labelmap|"
+                          r"(?:brain)?masks?|msk|gt|ground_?truth|gtv[a-z]?|wmh|staple|probseg)"
+                          r"(?:[_-]?(?P<number>[0-9]+))?", re.I)
 IMAGE_WORD = re.compile(r"^(?:image|img|volume|vol|scan)[_-]?(?=[0-9]+$)|[_-](?:image|img|volume|vol|scan)$", re.I)
 ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
 GRID = re.compile(r"_((?:space|res)-[A-Za-z0-9]+)")  # of them, those that must be the same
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
 # The end of a name may tell the scans of one subject apart: by their contrast, or by a time with its number.
-CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2[wf]?|FLAIR|PDw?|SWI|DWI|ADC|ASL|CTA?|CBCT|MRI?|PET)$", re.I)
-TIME = re.compile(r"(?<=[0-9])[_-](?:frame|phase|ses|session|visit|timepoint|tp)[_-]?[0-9]+$", re.I)
+CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2[wf]?|FLAIR|PDw?|STIR|MPRAGE|SWI|DWI|HBV|ADC|DTI|ASL|LGE|CTA?|"
+                      r"CBCT|MRA|MRI?|PE?T)$", re.I)
+TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|tp|MR)[_-]?[0-9]+|BL|FU|"
+                  r"(?:19|20)[0-9]{6})$|(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$", re.I)
+SCAN_NUMBER = re.compile(r"(?<![A-Za-z0-9])(?:3D|CT1|T[12]|MNI)\w*|[0-9.]+mm(?![A-Za-z])", re.I)  # tells no subject
+# A folder named by these or by a contrast groups subjects, or scans of one.
+GROUP = re.compile(r"(?:site|cent(?:er|re)|batch|cohort|group|task|fold|part|subset|study|phase|disc|scanner|dataset|"
+                   r"ses|session|visit|timepoint|tp|week|month|year|baseline|follow-?up)[ _-]?[0-9]+|"
+                   r"[A-Za-z_-]*[0-9](?:[.][0-9])?T|(?:19|20)[0-9]{2}(?:-?[0-9]{2}){0,2}", re.I)
 MOST_SCANS = 20  # in the folder of one subject; a folder with more is a whole study
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and channel, from 0
 MOST_CHANNELS = 5
 FURTHER = tuple(f"image_{number}" for number in range(2, MOST_CHANNELS + 1))  # columns of further channels
 BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # starts a name: sub-01_ses-02_T1w belongs to subject sub-01
-OTHER_WORDS = {"seg": "label", "segmentation": "label", "patient": "subject", "participant": "subject"}  # of columns
+OTHER_WORDS = {**dict.fromkeys(("seg", "segmentation", "gt", "ground_truth", "labelmap", "annotation"), "label"),
+               **dict.fromkeys(("patient", "participant", "sub", "case", "pid"), "subject"), "set": "split",
+               "partition": "split"}  # of columns
 COLUMNS = ("image", "label", "mask", "id", "subject", "modality", "split")
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
           "testing": "test"}
@@ -82,7 +94,7 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
     root = Path(root)
     if not root.exists() and not glob.has_magic(str(root)):
         raise InputError(f"{root}: no such data folder or list; check the path.")
-    items = _read_items(root, channels)
+    items, unused = _read_items(root, channels)
     if not items:
         pictures = [name for name in sorted(os.listdir(root)) if ends_in(name, PICTURES)] if root.is_dir() else []
         raise InputError(f"{root}: found no .nii, .nii.gz or other volume; "
@@ -103,9 +115,11 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
             raise InputError(f"{root}: two volumes have the id {after['id']} ({before['image']} and {after['image']}); "
                              "rename or remove one, or give each its own id in a .csv list.")
     name_subjects(root, by_id, pattern)
-    lost = "" if quiet or list_file(root) else without_image(items)
-    if lost:
-        print(f"warning: {lost}", file=sys.stderr)
+    lacking = sum(not item["label"] and not item["mask"] for item in items)
+    if unused and lacking and not quiet:
+        print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and {len(unused)} of the "
+              f"segmentations match no volume, such as {unused[0]}: name them after their images, or list both in a "
+              ".csv.", file=sys.stderr)
     return items if as_listed else by_id
 
 
@@ -153,9 +167,9 @@ def name_subjects(root, items, pattern=""):
 
     The first of these that applies: the subject in the list; the group of the regular expression `pattern`, which must
     match in every image path below the data folder; sub-XX at the start of a BIDS name; X_0001 if all names of the data
-    set end like X_0001_0000 and X_0001_0001; the folder of 2 to MOST_SCANS volumes, if its name has a number and is
-    found in their ids; what several ids share before a contrast or a numbered time (case_7 of case_7_t1 and
-    case_7_flair, or of case_7_frame01 and case_7_frame12). Otherwise each volume is its own subject.
+    set end like X_0001_0000 and X_0001_0001; the folder of at most MOST_SCANS volumes, if its name has a number, is
+    found in their ids and is no GROUP; the id without contrasts and numbered times at its end (case_7 of case_7_t1,
+    case_7_flair and case_7_frame01).
     Items without a modality get that of their name, see `read_datalist`.
     root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" if the list names none.
     Raises InputError for an unusable pattern, or one that finds no subject in an image path.
@@ -172,14 +186,15 @@ def name_subjects(root, items, pattern=""):
                          "parentheses around the subject, such as \"^([^/]+)/\" for its folder.")
     parents = [item["image"].parent for item in items]
     below = {parent: _below(base, parent) for parent in dict.fromkeys(parents)}
-    alike = _of_several([_without_scan(item["id"]) for item in items],
-                        [_folder_of(item["id"], below[parent]) for item, parent in zip(items, parents)])
-    for item, channel, common in zip(items, channels, alike):
+    people = _subjects([_without_scan(item["id"]) for item in items],
+                       [_folders_of(item["id"], below[parent]) for item, parent in zip(items, parents)])
+    for item, channel, person in zip(items, channels, people):
         stem = _stem(item["image"])
         bids, contrast = BIDS.match(stem), CONTRAST.search(stem)
-        if not item["modality"] and (bids or contrast):
-            word = stem.rpartition("_")[2] if bids else contrast[1]
-            item["modality"] = "" if "-" in word else word
+        if not item["modality"]:
+            words = [word for word in stem.split("_")[::-1] if "-" not in word and not word.isdigit()] if bids else []
+            known = [word for word in words if CONTRAST.fullmatch(word)] or words
+            item["modality"] = known[0] if known else contrast[1] if contrast and not bids else ""
         if item["subject"]:
             continue
         if expression:
@@ -191,7 +206,7 @@ def name_subjects(root, items, pattern=""):
             item["subject"] = match[1]
         else:
             of_channel = stem[:channel.start(1) - 1] if all(channels) else ""
-            item["subject"] = bids[0] if bids else of_channel or common or item["id"]
+            item["subject"] = bids[0] if bids else of_channel or person or item["id"]
 
 
 def _below(base, path):
@@ -207,26 +222,25 @@ def _without_scan(name):
     return name
 
 
-def _folder_of(name, inner):
-    """The outermost part of the path `inner` that may be the folder of a subject, a Path; None if there is none.
+def _folders_of(name, inner):
+    """The parts of the path `inner` that may be the folder of a subject, Paths, the outermost first.
 
-    Its name has a number and is found as a whole in the name of the volume.
+    Such a folder has a number, is found as a whole in the name of the volume, and is no GROUP.
     """
-    return next((folder for folder in reversed((inner, *inner.parents)) if re.search("[0-9]", folder.name)
-                 and re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", name)), None)
+    return [folder for folder in reversed((inner, *inner.parents)) if re.search("[0-9]", folder.name)
+            and _without_scan(folder.name) and not GROUP.fullmatch(folder.name)
+            and re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", name)]
 
 
-def _of_several(names, folders):
-    """The name of each item's subject if it has several items, else "": its folder, else its name here."""
-    named, inside = collections.Counter(names), collections.Counter(folders)
-    alike = collections.Counter(folder.name for folder in inside if folder)
-    found = []
-    for name, folder in zip(names, folders):
-        if folder and 1 < inside[folder] <= MOST_SCANS:
-            found.append(folder.name if alike[folder.name] == 1 else "_".join(folder.parts))
-        else:
-            found.append(name if named[name] > 1 else "")
-    return found
+def _subjects(names, chains):
+    """The name of each item's subject: its folder, the first of its chain that holds neither all items nor more than
+    MOST_SCANS, or else its name here."""
+    inside = collections.Counter(folder for chain in chains for folder in chain)
+    folders = [next((folder for folder in chain if inside[folder] < min(len(names), MOST_SCANS + 1)), None)
+               for chain in chains]
+    alike = collections.Counter(folder.name for folder in set(folders) if folder)
+    return [name if not folder else folder.name if alike[folder.name] == 1 else "_".join(folder.parts)
+            for name, folder in zip(names, folders)]
 
 
 def subject_key(subject):
@@ -276,12 +290,12 @@ def held_out_subjects(items, fraction):
     """The subjects that data.val_fraction holds out: a set of names.
 
     A hash of its name alone gives each subject a place in 0 .. 1; below the fraction, the subject is held out. Adding
-    or removing other subjects does not move it. Validation needs a pair of two people: if fewer than two subjects lie
+    or removing other subjects does not move it. Validation needs a pair of two subjects: if fewer than two subjects lie
     below the fraction, the next ones above it are held out too. (Such a subject may be trained on later, once added
     subjects lie below the fraction.) With few subjects none is held out, see FEW_SUBJECTS.
     """
     subjects = sorted({item["subject"] for item in items}, key=_place)
-    if not fraction or (len(subjects) < FEW_SUBJECTS and fraction * len(subjects) < 1):
+    if not fraction or len(subjects) < 3 or (len(subjects) < FEW_SUBJECTS and fraction * len(subjects) < 1):
         return set()
     return {*subjects[:2], *(subject for subject in subjects if _place(subject) < fraction)}
 
@@ -309,7 +323,8 @@ def select(source, items, ids):
     ranges = read_ranges(ids, f"{source}: ids")
     chosen = []
     for item in items:
-        numbers = re.findall(r"\d+", item["subject"] if item["id"].startswith(item["subject"]) else item["id"])
+        own = item["subject"] if item["id"].startswith(item["subject"]) else _without_scan(item["id"])
+        numbers = re.findall(r"\d+", own)
         if numbers and any(int(numbers[-1]) in span for span in ranges):
             chosen.append(item)
     if not chosen:
@@ -380,7 +395,8 @@ def volume_id(path):
 
 def _stem(path):
     name = os.path.basename(path)
-    suffix = next((suffix for suffix in SUFFIXES if ends_in(name, suffix)), "")
+    lower = name.lower()
+    suffix = next((suffix for suffix in SUFFIXES if lower.endswith(suffix)), "")
     return name[:len(name) - len(suffix)]
 
 
@@ -433,18 +449,20 @@ def list_file(root):
 
 
 def _read_items(root, channels):
+    """The items of a list, folder or pattern, and the segmentations in it that belong to none of them."""
     if root.is_dir():
         if path := list_file(root):
-            return _from_json(path)
-        inner = ["imagesTr", *(IMAGE_FOLDERS if _label_folders(root) else ())]
-        images = next((root / name for name in inner if (root / name).is_dir()), root)
-        return _from_paths(root, _volumes_under(images), channels)
+            return _from_json(path), []
+        inner = [root / "imagesTr"] if (root / "imagesTr").is_dir() else []
+        if not inner and Listings().label_folders(root):
+            inner = [root / name for name in sorted(os.listdir(root)) if name.lower() in IMAGE_FOLDERS]
+        return _from_paths(root, _volumes_under(inner[0] if inner else root), channels)
     if not root.exists():  # a pattern
         paths = [Path(path) for path in sorted(glob.glob(str(root), recursive=True)) if ends_in(path, SUFFIXES)]
         return _from_paths(_above_pattern(root), [path for path in paths if path.is_file()], channels)
     if root.suffix.lower() not in (".json", ".csv"):
         raise InputError(f"{root}: a file, not a data folder, .json or .csv list; give the folder that holds it.")
-    return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root)
+    return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root), []
 
 
 def _from_json(path):
@@ -465,7 +483,9 @@ def _from_json(path):
         if "modality" not in entry and (channel := CHANNEL.search(_stem(entry["image"]))):
             entry["modality"] = modalities.get(str(int(channel[1])), "")
     listings = Listings()
-    return [_listed_item(path, path.parent, entry, listings) for entry in entries]
+    items = [_listed_item(path, path.parent, entry, listings) for entry in entries]
+    set_apart(items, path.parent)
+    return items
 
 
 def _from_nnunet(path, content):
@@ -537,7 +557,8 @@ def _from_csv(path):
     if not rows:
         raise InputError(f"{path}: the list has a header but no volumes; add a row for each volume.")
     for cell in header:  # other columns are left out, but a misnamed one would lose its labels in silence
-        word = re.sub(r"_?(?:path|file|name|id)$|s$", "", cell.lower())
+        word = re.sub(r"[ -]+", "_", cell.lower())
+        word = word if word in OTHER_WORDS else re.sub(r"(?:_?(?:path|file|name|id)|s)+$", "", word)
         word = OTHER_WORDS.get(word, word)
         if word in COLUMNS and word not in map(str.lower, header):
             raise InputError(f'{path}: the column "{cell}" is not known; call it "{word}" if it is that, else give it '
@@ -551,6 +572,7 @@ def _from_csv(path):
             raise InputError(f"{where}: the id {entry['id']} contains a slash, which a file name cannot; choose "
                              "another.")
         items.append(_listed_item(where, path.parent, entry, listings))
+    set_apart([item for item, (_, entry) in zip(items, rows) if "id" not in entry], path.parent)
     return items
 
 
@@ -593,6 +615,9 @@ def _listed_item(where, folder, entry, listings):
     """The item of a list entry. where: list and line, for the errors. Raises InputError if a file is missing."""
     paths = {role: folder / entry[role] if role in entry else None for role in ("image", "label", "mask")}
     further = {role: folder / entry[role] for role in FURTHER if role in entry}
+    if not _is_file(paths["image"], listings):  # nnU-Net v1 lists cases, not channels
+        first = paths["image"].with_name(_stem(paths["image"]) + "_0000.nii.gz")
+        paths["image"] = first if _is_file(first, listings) else paths["image"]
     for role, path in {**paths, **further}.items():
         if path and not _is_file(path, listings) and not is_series(path):
             whose = "its" if role.startswith("image") else f"the {role}"
@@ -605,26 +630,61 @@ def _listed_item(where, folder, entry, listings):
 
 
 def _from_paths(root, paths, channels):
-    """The items of some volumes with their labels and masks; a file named as a segmentation is not an image."""
-    images, items, listings = [path for path in paths if not is_named_segmentation(path)], [], Listings()
+    """The items of some volumes with their labels and masks, and the segmentations that belong to none of them.
+
+    A file named as a segmentation is not an image. A label that several images would share belongs to those of its
+    shape.
+    """
+    found, items, listings = {path for path in paths if is_named_segmentation(path)}, [], Listings()
+    images = [path for path in paths if path not in found]
     if paths and not images:
         raise InputError(f"{root}: the names of all {len(paths)} volumes mark them as segmentations, such as "
                          f"{paths[0].name}; give the folder of the images.")
+    places = {}  # {folder of images: the folders where their labels may lie}
     for image in images:
+        if image.parent not in places:
+            above = next((folder for folder in image.parents if folder.name.lower() in IMAGE_FOLDERS), root)
+            beside = image.parent if above == root else above.parent
+            inner = Path() if above == root else image.parent.relative_to(above)
+            folders = [folder for base in dict.fromkeys((beside, root)) for folder in listings.label_folders(base)]
+            places[image.parent] = [place for folder in folders for place in dict.fromkeys((folder / inner, folder))]
         label = _sibling(root, image, "labelsTr", listings, channels) or label_beside(image, listings)
-        above = image.parent.parent if image.parent.name in IMAGE_FOLDERS else root
-        for folder in () if label else _label_folders(above):
-            label = label or _of_same_name(folder, image, listings, channels) or label_beside(image, listings, folder)
+        for place in () if label else places[image.parent]:
+            label = label or _of_same_name(place, image, listings, channels) or label_beside(image, listings, place)
         mask = _sibling(root, image, "masksTr", listings, channels)
         items.append(_item(image, label, mask, {}))
-    for item, name in zip(items, names_apart([item["id"] for item in items], images, root)):
-        if not re.search("[0-9]", _without_scan(item["id"])):  # two files with the name case_7 are probably copies
-            item["id"] = name
     masks = [folder for folder, names in listings.items() if names is not None and folder.name == "masksTr"]
     if masks and not any(item["mask"] for item in items):
         raise InputError(f"{masks[0]}: no mask has the name of an image, such as {items[0]['image'].name}; rename the "
                          "masks or remove the folder.")
-    return items
+    sharing = {}
+    for item in items:
+        sharing.setdefault(item["label"], []).append(item)
+    for label, several in sharing.items():
+        folders = {item["image"].parent for item in several}
+        for item in several if label and len(several) > 1 else ():
+            if len(folders) > 1 or not _same_shape(item["image"], label):  # s1/T1 and s2/T1 are two people
+                item["label"] = None
+    set_apart(items, root)
+    for folder in {place for folders in places.values() for place in folders}:
+        found.update(folder / name for name in listings[folder] or () if ends_in(name, SUFFIXES))
+    used = {item["label"] for item in items}
+    return items, sorted(path for path in found - used if not re.search("probseg", path.name, re.I))
+
+
+def _same_shape(image, label):
+    """Whether two files have one shape. A file that cannot be read counts as alike: reading it will tell."""
+    try:
+        return open_nifti(image).shape == open_nifti(label).shape
+    except InputError:
+        return True
+
+
+def set_apart(items, base=None):
+    """Give items of one name the ids of `names_apart`, in place; two files with the name case_7 are probably copies."""
+    for item, name in zip(items, names_apart([item["id"] for item in items], [item["image"] for item in items], base)):
+        if name != item["id"] and not re.search("[0-9]", SCAN_NUMBER.sub("", _without_scan(item["id"]))):
+            item["id"] = name
 
 
 def _volumes_under(base):
@@ -644,12 +704,12 @@ def _volumes_under(base):
         real = os.path.realpath(folder)
         # A link's own name hides that of the folder; links to BIDS folders of elsewhere are wanted.
         hidden = SIDE_FOLDERS | NO_DATA if real.startswith(root) else SIDE_FOLDERS
-        if real in seen or folder in tops[1:] and os.path.basename(real) in hidden:
+        if real in seen or folder in tops[1:] and os.path.basename(real).lower() in hidden:
             inner.clear()
             continue
         seen.add(real)
         # Names with a leading dot are unfinished writes, macOS resource forks, and the .git/annex of a DataLad set.
-        inner[:] = sorted(name for name in set(inner) - SIDE_FOLDERS - NO_DATA if not name.startswith("."))
+        inner[:] = sorted(name for name in inner if name.lower() not in SIDE_FOLDERS | NO_DATA and name[0] != ".")
         if folder != str(base) and any(names_of <= set(names) for names_of in OWN_RESULTS):
             inner.clear()
             continue
@@ -669,39 +729,23 @@ def _volumes_under(base):
     return paths if all(map(is_named_segmentation, nifti)) else nifti
 
 
-def _label_folders(folder):
-    """The folders of label maps in a folder: those of LABEL_FOLDERS that exist beside its images."""
-    return [folder / name for name in LABEL_FOLDERS if (folder / name).is_dir()]
-
-
 def names_apart(names, paths, base=None):
     """The names of volumes. One that several have, or a contrast alone, is preceded by the folders below `base`.
 
     s1/T1.nii.gz and s2/T1.nii.gz are s1_T1 and s2_T1. base: by default the folder that holds all of their folders.
     """
-    base = base or os.path.commonpath([os.path.dirname(os.path.dirname(os.path.abspath(path))) for path in paths])
     counts, found = collections.Counter(map(as_stored, names)), []
+    if base is None and names:
+        outer = [os.path.dirname(os.path.dirname(os.path.abspath(path))) for path in paths]
+        alone = len({os.path.splitdrive(path)[0] for path in outer}) > 1  # on several disks of Windows
+        base = Path(outer[0]).anchor if alone else os.path.commonpath(outer)
     for name, path in zip(names, paths):
         if counts[as_stored(name)] > 1 or not _without_scan(name):
-            above = (part for part in _below(base, os.path.abspath(path)).parent.parts if part not in IMAGE_FOLDERS)
+            inner = _below(base, os.path.abspath(path)).parent.parts
+            above = (part for part in inner if part.lower() not in IMAGE_FOLDERS)
             name = "_".join([*above, name])
         found.append(name)
     return found
-
-
-def without_image(items):
-    """A sentence if none of the items has a label although segmentations lie beside their images, else ""."""
-    if any(item["label"] or item["mask"] for item in items):
-        return ""
-    listings, folders = Listings(), dict.fromkeys(item["image"].parent for item in items)
-    beside = [folder / name for folder in folders for found in listings.segmentations(folder).values()
-              for _, name in found]
-    near = {above for folder in folders for above in (folder, folder.parent)}
-    beside += [path for folder in sorted(near) for inner in _label_folders(folder) for path in sorted(inner.iterdir())
-               if ends_in(path.name, SUFFIXES)]
-    return "" if not beside else (
-        f"{len(beside)} segmentations, such as {beside[0]}, are not used, because no image has a name that goes with "
-        f"theirs ({items[0]['image'].name}, for example); rename them, or list images and labels in a .csv.")
 
 
 def is_named_segmentation(path):
@@ -714,21 +758,22 @@ def label_beside(image, listings=None, folder=None):
 
     sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg; case_0000 and case_flair have case_seg; an
     image that has a folder for itself or for its contrasts alone (t1, flair) has seg. Of several, it prefers a file
-    that is not a mask, then the one with most of the image's name, then the one with the same BIDS entities, then the
-    first in alphabetical order. Space and resolution must be the same; space-orig and, for a T1w, space-T1w count as
-    none. folder: of the segmentations, by default that of the image.
+    that is not a mask, then the one with most of the image's name, then the one with the same BIDS entities, then
+    with the fewest, then the first in alphabetical order. Space and resolution must be the same; space-orig and, for a
+    T1w, space-T1w count as none. folder: of the segmentations, by default that of the image.
     """
     image, full = Path(image), _stem(image)
     listings, folder = Listings() if listings is None else listings, folder or image.parent
     stem = ENTITIES.sub("", full)
     wanted = [stem, volume_id(stem), stem.rpartition("_")[0] if BIDS.match(stem) else CONTRAST.sub("", stem),
               IMAGE_WORD.sub("", stem)]
+    wanted = [word for word in wanted if word]
     if folder == image.parent and listings.holds_one_scan(folder):
         wanted.append("")
     own = {"space-orig", f"space-{stem.rpartition('_')[2]}"}
     grid, entities = set(GRID.findall(full)) - own, set(ENTITIES.findall(full))
     named = listings.segmentations(folder)
-    found = [(is_mask, wanted.index(word), set(ENTITIES.findall(name)) != entities, name)
+    found = [(is_mask, wanted.index(word), set(ENTITIES.findall(name)) != entities, len(ENTITIES.findall(name)), name)
              for word in set(wanted) for is_mask, name in named.get(word, ())
              if set(GRID.findall(name)) - own == grid]
     return folder / min(found)[-1] if found else None
@@ -790,7 +835,7 @@ class Listings(dict):
 
     def __init__(self):
         super().__init__()
-        self.named, self.alone = {}, {}
+        self.named, self.alone, self.beside = {}, {}, {}
 
     def __missing__(self, folder):
         try:
@@ -812,12 +857,20 @@ class Listings(dict):
                     found.setdefault(ENTITIES.sub("", after), []).append(entry)
         return self.named[folder]
 
+    def label_folders(self, folder):
+        """The folders of label maps in a folder, see LABEL_FOLDERS, the most telling names first."""
+        if folder not in self.beside:
+            inner = [entry for entry in os.scandir(folder) if entry.name.lower() in LABEL_FOLDERS and entry.is_dir()]
+            inner.sort(key=lambda entry: LABEL_FOLDERS.index(entry.name.lower()))
+            self.beside[folder] = [Path(entry.path) for entry in inner]
+        return self.beside[folder]
+
     def holds_one_scan(self, folder):
         """Whether a folder holds one image besides segmentations, or images that are named by their contrast alone."""
         if folder not in self.alone:
             images = [_stem(name) for name in self[folder] or () if ends_in(name, SUFFIXES) and name[0] != "."
                       and not is_named_segmentation(name)]
-            self.alone[folder] = len(images) == 1 or all(map(CONTRAST.fullmatch, images))
+            self.alone[folder] = len(images) == 1 or bool(images) and all(map(CONTRAST.fullmatch, images))
         return self.alone[folder]
 
 

@@ -449,10 +449,10 @@ def describe_data(cfg, dataset, held_out):
 
 def as_csv(described):
     """The volumes of `describe_data` as a CSV table for people."""
-    return csv_text([COLUMNS, *volumes_of(described)])
+    return csv_text([COLUMNS, *rows_of(described)])
 
 
-def volumes_of(described):
+def rows_of(described):
     """The values of COLUMNS for each volume. described: from `describe_data`."""
     return json.loads(described)["volumes"]
 
@@ -527,4 +527,4 @@ def compare_data(before, now, path):
 
 def by_id(described):
     """{id: dict of COLUMNS}. described: from `describe_data`."""
-    return {row[0]: dict(zip(COLUMNS, row)) for row in volumes_of(described)}
+    return {row[0]: dict(zip(COLUMNS, row)) for row in rows_of(described)}

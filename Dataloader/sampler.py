@@ -41,8 +41,8 @@ def pair_rule(cfg, items):
                          f"modalities: {modalities}); set any instead, or name the subjects and modalities in the "
                          "data list.")
     if cfg["data.pair_modalities"] == "same" and not any(item["modality"] for item in items):
-        raise InputError(f"data.pair_modalities=same: of none of the {len(items)} volumes the modality is known; name "
-                         "it in the data list, or set any instead.")
+        raise InputError(f"data.pair_modalities=same: none of the {len(items)} volumes has a known modality; name it "
+                         "in the data list, or set any instead.")
     return rule
 
 

@@ -197,8 +197,8 @@ def announce(run):
     inputs = {mode.data for mode in run.modes}
     modalities = sorted({item["modality"] for item in run.dataset.items} - {""})
     if "pairs" in inputs and not run.listed and len(modalities) > 1 and cfg["data.pair_modalities"] == "any":
-        print(f"the volumes have {len(modalities)} modalities ({some(modalities)}), and a pair may be of two: set "
-              "data.pair_modalities to same unless the network is to align two modalities")
+        print(f"the volumes have {len(modalities)} modalities ({some(modalities)}), and pairs may mix them: set "
+              "data.pair_modalities to same unless you want to align across modalities")
     steps, whole = (steps_left(cfg, volumes, run.listed, run.split, inputs=each) for each in (inputs, ["volumes"]))
     if "volumes" in inputs and steps < whole:
         key = "data.pair_list" if run.listed else "data.pairs"

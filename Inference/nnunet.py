@@ -115,7 +115,7 @@ def names_in(data):
 
 
 def channel_name(number, items, window):
-    """The name of a channel that no dataset.json names: its modality if all cases have the same one.
+    """The name of a channel that no dataset.json names: its modality if all cases whose modality is known share one.
 
     nnU-Net normalises a channel by its name: CT by the intensities of the whole data set, others case by case.
     items: of `cases_of`. window: data.window, which only intensities with a unit have, as in CT; [0, 0] if unset.

@@ -11,6 +11,7 @@ from pathlib import Path
 from Dataloader.datalist import (
     MOST_CHANNELS,
     PAIR_KEYS,
+    is_named_segmentation,
     is_one_volume,
     label_beside,
     list_volumes,
@@ -20,6 +21,7 @@ from Dataloader.datalist import (
     read_json,
     volume_id,
 )
+from Dataloader.nifti import SUFFIXES, ends_in
 from Runtime.errors import InputError
 from Runtime.files import as_stored, first_repeated
 
@@ -81,6 +83,8 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     """
     fixed, items = Path(fixed), []
     for source in moving:
+        if len(moving) > 1 and ends_in(source, SUFFIXES) and is_named_segmentation(source):
+            continue  # a shell's * names them too
         if is_one_volume(source):
             items.append({"id": volume_id(source), "image": Path(source), "label": label_beside(source)})
         else:

@@ -64,10 +64,9 @@ FAR_APART = 50.0  # percent of the fixed field of view; if the moving one covers
 # A moving volume that covers less of the fixed field of view, and more than CUT of one of whose sides is foreground, is
 # compared only where it was scanned: its border is no anatomy.
 WHOLE_PERCENT, CUT = 95.0, 0.25
-# A volume with a background of one value, such as a skull-stripped brain, counts only where it shows something and RIM
-# around it (a part of its size), if the other one, such as a whole head, shows LARGER times as much and has at least
-# BEYOND of that outside the rim once both are aligned. This share is 0.27 or more for six brains and heads, and 0.01 or
-# less for the good pairs of bench_verdict.py.
+# A volume with a constant background, such as a skull-stripped brain, is compared only inside its content and a rim
+# (RIM of its size) if the other volume shows LARGER times as much and, once aligned, has BEYOND of that outside the
+# rim. This share is 0.27 or more for six brains and heads, and 0.01 or less for the good pairs of bench_verdict.py.
 BLANK, RIM, LARGER, BEYOND = 0.2, 0.02, 1.4, 0.15
 
 
@@ -260,6 +259,9 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
                       **options)
     field = compose(torch.from_numpy(first)[None], torch.from_numpy(result.field)[None])[0].numpy()
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
+    fixed = dataclasses.replace(fixed, mask=result.fixed.mask)  # `place` may have made one
+    if moving.mask is None and result.moving.mask is not None:
+        moving = outlined(moving)
     judged = {key: getattr(result, key) for key in ("compared_by", "one_sign", "overlap_percent")}
     scores = pair_scores(fixed, moving, field, warped, result.matrix, None, judged)
     return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped,
@@ -362,11 +364,14 @@ def place(fixed, moving, affine, start, cfg, device, as_trained):
     decides, there is no mask. affine to as_trained: as for `align`.
     Returns: (fixed, moving), Volumes with the mask; the same two `within_memory`, as they were aligned; Placed.
     """
+    began = time.perf_counter()
+
     def aligned(pair):
         seen = [within_memory(without_filler(volume)) for volume in pair]
-        return pair, seen, align(*seen, affine, start, cfg, device, as_trained)
+        placed = align(*seen, affine, start, cfg, device, as_trained)
+        return pair, seen, dataclasses.replace(placed, seconds=time.perf_counter() - began)
 
-    side = outlined_side(fixed, moving, cfg) if affine else ""
+    side = outlined_side(fixed, moving, affine, cfg)
     if side:
         try:
             pair, seen, placed = aligned((outlined(fixed), moving) if side == "fixed" else (fixed, outlined(moving)))
@@ -378,21 +383,26 @@ def place(fixed, moving, affine, start, cfg, device, as_trained):
     return aligned((fixed, moving))
 
 
-def outlined_side(fixed, moving, cfg):
+def outlined_side(fixed, moving, affine, cfg):
     """Which of two Volumes may lack what the other one shows: "fixed", "moving", or "" if neither or if one has a mask.
 
-    It has a background of one value, and shows less than 1 / LARGER of the other's volume in mm^3.
+    It has a constant background, nothing in it is cut off by its field of view, and it shows less than 1 / LARGER of
+    the other's volume in mm^3. affine: as for `align`; two such volumes under a rigid map may just differ in size.
     """
     blank = [(volume.array == background(volume.array)).mean() >= BLANK for volume in (fixed, moving)]
-    if fixed.mask is not None or moving.mask is not None or not any(blank):
+    masked = fixed.mask is not None or moving.mask is not None
+    if not affine or masked or not any(blank) or affine == "rigid" and all(blank):
         return ""
-    shown_mm = []
+    images, shown_mm = [], []
     for volume in (fixed, moving):
         volume = volume.every(grids.thinning(volume.array.shape))
-        shown = np.count_nonzero(scaled(volume.array, cfg)[0] > FOREGROUND)
-        shown_mm.append(shown * mean_spacing_mm(volume.affine, volume.array.ndim) ** volume.array.ndim)
+        images.append(scaled(volume.array, cfg)[0])
+        voxel_mm = mean_spacing_mm(volume.affine, volume.array.ndim) ** volume.array.ndim
+        shown_mm.append(np.count_nonzero(images[-1] > FOREGROUND) * voxel_mm)
     less = int(shown_mm[1] <= shown_mm[0])
-    return ("fixed", "moving")[less] if blank[less] and shown_mm[1 - less] >= LARGER * shown_mm[less] else ""
+    if not blank[less] or is_cut_off(images[less]) or shown_mm[1 - less] < LARGER * shown_mm[less]:
+        return ""
+    return ("fixed", "moving")[less]
 
 
 def background(image):
@@ -740,8 +750,8 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
                          f"{advice}.")
     if placed.outlined:
         one, other = (fixed, moving) if placed.outlined == "fixed" else (moving, fixed)
-        sentences.append(f"{one.name} has one value around what it shows, as if skull-stripped, and {other.name} shows "
-                         "more there: only what both show counts, as with a mask.")
+        sentences.append(f"{one.name} is blank around its content, as if skull-stripped, and {other.name} shows more "
+                         "there: everything outside that content is ignored, as with a mask.")
     if fixed.array.size > grids.MOST_VOXELS and is_coarser(work_affine, fixed):
         advice, gib = "", math.ceil(fine_bytes(fixed.array.size, 1 + len(fixed.channels)) / 2 ** 30)
         if solution.smoothing is not None and is_comparable_in_slabs(solution):

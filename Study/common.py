@@ -13,8 +13,8 @@ from Dataloader.datalist import (
     label_beside,
     list_volumes,
     name_subjects,
-    names_apart,
     select,
+    set_apart,
     volume_id,
 )
 from Dataloader.nifti import SUFFIXES, ends_in
@@ -35,25 +35,24 @@ def volumes_of(sources, ids="", pattern=""):
     shell's `*` names them too. ids: numbers and ranges as in `select`. pattern: names the subjects.
     Raises InputError if there are none, and if two have the same name.
     """
-    items = []
+    items, singles = [], []
     for source in sources:
         if len(sources) > 1 and ends_in(source, SUFFIXES) and is_named_segmentation(source):
             continue
         if is_one_volume(source):
             require_file(source)
-            item = {"id": volume_id(source), "image": Path(source), "label": label_beside(source), "mask": None,
-                    "subject": "", "modality": "", "split": ""}
-            name_subjects(Path(source).parent, [item], pattern)
-            items.append(item)
+            items.append({"id": volume_id(source), "image": Path(source), "label": label_beside(source), "mask": None,
+                          "subject": "", "modality": "", "split": ""})
+            singles.append(items[-1])
         else:
             items += list_volumes(source, pattern, as_listed=True)
     if not items:
         raise InputError(f"{sources[0]}: the names of all {len(sources)} files mark them as segmentations; give the "
                          "images.")
+    set_apart(singles)
+    for item in singles:
+        name_subjects(item["image"].parent, [item], pattern)
     items = select(", ".join(map(str, sources)), items, ids)
-    for item, name in zip(items, names_apart([item["id"] for item in items], [item["image"] for item in items])):
-        item["subject"] = name if item["subject"] == item["id"] else item["subject"]
-        item["id"] = name
     if twice := first_repeated(as_stored(item["id"]) for item in items):
         raise InputError(f"{twice}: two volumes have this name; give them in a .csv list with a column id.")
     return items

@@ -213,7 +213,7 @@ def test_both_stages_of_the_training_take_the_list(data, tmp_path, capsys):
     assert om.main(["--config", CONFIG, *first, "--max-steps-before-restart", "2"]) == 42
     log = [line for line in read_lines(tmp_path / "universal_om_net/rank0.jsonl") if line["event"] == "step"]
     assert len(log) == 2 and all(line["open"] and line["nonfinite"] == 0 for line in log)
-    assert "a pair may be of two" not in capsys.readouterr().out
+    assert "pairs may mix them" not in capsys.readouterr().out
     for line in log:
         assert line["terms"]["labelled"] == 1 and 0 < line["terms"]["dice"] < 1
         terms = [line["terms"][name] for name in ("dice", "imgsim", "ddf")]
@@ -223,7 +223,7 @@ def test_both_stages_of_the_training_take_the_list(data, tmp_path, capsys):
     assert om.main(["--config", CONFIG, *second, "--init-from", str(newest), "--max-steps-before-restart", "2"]) == 42
     cfg = load_model(tmp_path / "second/universal_om_net")[1]
     assert cfg["data.pair_modalities"] == "any" and cfg["refine.grid"] == "own"
-    assert re.search(r"the volumes have \d+ modalities \(contrast .*\), and a pair may be of two: set data.pair_mod",
+    assert re.search(r"the volumes have \d+ modalities \(contrast .*\), and pairs may mix them: set data.pair_mod",
                      capsys.readouterr().out)
 
 

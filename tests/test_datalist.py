@@ -265,8 +265,8 @@ def test_explicit_subject_and_modality_win(tmp_path):
     ("OASIS_0007_0000", "OASIS_0007"), ("OASIS_0007_0003", "OASIS_0007"), ("nnunet_3_0000", "nnunet_3"),
     ("nnunet_3_0001", "nnunet_3"), ("subject_0000", "subject_0000"), ("subject_0012", "subject_0012"),
     ("t2_003", "t2_003"), ("a_1_22", "a_1_22"), ("a_1_22222", "a_1_22222"), ("in_vivo_1", "in_vivo_1"),
-    ("sub-01", "sub-01"), ("sub-OAS3_ses-1_T1w", "sub-OAS3"), ("sub-01-T1w", "sub-01-T1w"), ("sub_01", "sub_01"),
-    ("x_sub-01_T1w", "x_sub-01_T1w"), ("sub-", "sub-")])
+    ("sub-01", "sub-01"), ("sub-OAS3_ses-1_T1w", "sub-OAS3"), ("sub-01-T1w", "sub-01"), ("sub_01", "sub_01"),
+    ("x_sub-01_T1w", "x_sub-01"), ("sub-", "sub-"), ("p01_tp2_T1w", "p01"), ("anna_T1w", "anna")])
 def test_subject_of_a_name(tmp_path, name, subject):
     write(tmp_path / f"{name}.nii.gz")
     modality = "T1w" if name.endswith("T1w") else ""
@@ -354,6 +354,8 @@ def test_csv_quotes_a_path_that_holds_the_separator(tmp_path):
     ("image\n\0/a.nii\n", "list.csv: the text contains zero bytes"),
     ("image,labels\na_1.nii.gz,\n", 'the column "labels" is not known; call it "label" if it is that'),
     ("image,age,Subject_ID\na_1.nii.gz,7,x\n", 'the column "Subject_ID" is not known; call it "subject" if'),
+    ("image,labels_path,age\na_1.nii.gz,,1\n", 'the column "labels_path" is not known; call it "label" if it is that'),
+    ("image,Patient ID\na_1.nii.gz,7\n", 'the column "Patient ID" is not known; call it "subject" if it is that'),
     ("image,Seg\na_1.nii.gz,\n", 'the column "Seg" is not known; call it "label" if it is that, else give it another'),
     ("image\n\"a_1.nii.gz\nb_2.nii.gz\n", "list.csv line 3: not valid CSV"),
     ("image,id\na_1.nii.gz,x\nb_2.nii.gz,x\n", "two volumes have the id x .*; rename or remove one, or give each its"),
@@ -498,6 +500,7 @@ def test_two_subjects_at_least_are_held_out_for_a_pair_where_subjects_are_not_fe
             assert not (later - {"new"}) - held
         assert len(held_out_subjects(people(names[:9]), 0.01)) == 0
         assert held_out_subjects(people(names[:4]), 0.5) and not held_out_subjects(people(names), 0)
+        assert not held_out_subjects(people(names[:2], 3), 0.5), "nobody would be left to train on"
 
 
 def test_the_fraction_holds_out_nobody_whom_the_list_marks_for_training():
@@ -618,33 +621,45 @@ def test_a_pattern_chooses_the_images(tmp_path):
 
 
 @pytest.mark.parametrize("names, expected", [
-    # As BraTS, ACDC, KiTS, LiTS, CHAOS and BTCV, MM-WHS, and folders of people name their files.
+    # As BraTS, ACDC, KiTS, LiTS, CHAOS and BTCV, MM-WHS, UK Biobank, ADNI, and folders of people name their files.
     ("B_1/B_1_t1.nii.gz B_1/B_1_t1ce.nii.gz B_1/B_1_seg.nii.gz B_2/B_2_flair.nii.gz B_2/B_2_seg.nii.gz",
      {"B_1_t1": ("B_1", "t1", "B_1_seg"), "B_1_t1ce": ("B_1", "t1ce", "B_1_seg"),
-      "B_2_flair": ("B_2_flair", "flair", "B_2_seg")}),
-    ("G-01-000-t2f.nii.gz G-01-000-t1n.nii.gz G-01-000-seg.nii.gz",
-     {"G-01-000-t1n": ("G-01-000", "t1n", "G-01-000-seg"), "G-01-000-t2f": ("G-01-000", "t2f", "G-01-000-seg")}),
+      "B_2_flair": ("B_2", "flair", "B_2_seg")}),
+    ("BraTS-GLI-00002-000-t2f.nii.gz BraTS-GLI-00002-000-seg.nii.gz BraTS-GLI-00002-001-t2f.nii.gz",
+     {"BraTS-GLI-00002-000-t2f": ("BraTS-GLI-00002", "t2f", "BraTS-GLI-00002-000-seg"),
+      "BraTS-GLI-00002-001-t2f": ("BraTS-GLI-00002", "t2f", None)}),
     ("training/p01/p01_frame01.nii.gz training/p01/p01_frame01_gt.nii.gz training/p01/p01_frame12.nii.gz "
      "training/p01/p01_4d.nii.gz training/p02/p02_frame07.nii.gz",
      {"p01_4d": ("p01", "", None), "p01_frame01": ("p01", "", "p01_frame01_gt"), "p01_frame12": ("p01", "", None),
-      "p02_frame07": ("p02_frame07", "", None)}),
+      "p02_frame07": ("p02", "", None)}),
     ("case_1/imaging.nii.gz case_1/segmentation.nii.gz case_2/imaging.nii.gz",
-     {"case_1_imaging": ("case_1_imaging", "", "segmentation"), "case_2_imaging": ("case_2_imaging", "", None)}),
+     {"case_1_imaging": ("case_1", "", "segmentation"), "case_2_imaging": ("case_2", "", None)}),
     ("volume-0.nii.gz segmentation-0.nii.gz volume-1.nii.gz",
      {"volume-0": ("volume-0", "", "segmentation-0"), "volume-1": ("volume-1", "", None)}),
-    ("img/img0001.nii.gz label/label0001.nii.gz img/img0002.nii.gz",
+    ("img/img0001.nii.gz Label/label0001.nii.gz img/img0002.nii.gz",
      {"img0001": ("img0001", "", "label0001"), "img0002": ("img0002", "", None)}),
     ("images/a.nii.gz images/b.nii.gz labels/b.nii.gz other.nii.gz", {"a": ("a", "", None), "b": ("b", "", "b")}),
-    ("p1/images/x.nii.gz p1/masks/x.nii.gz p2/images/x.nii.gz",
-     {"p1_x": ("p1_x", "", "x"), "p2_x": ("p2_x", "", None)}),
+    ("Images/a1/a1.nii.gz Labels/a1/a1.nii.gz Images/b2/b2_img.nii.gz Labels/b2_seg.nii.gz",
+     {"a1": ("a1", "", "a1"), "b2_img": ("b2", "", "b2_seg")}),
+    ("p1/images/x.nii.gz p1/masks/x.nii.gz p2/images/x.nii.gz", {"p1_x": ("p1", "", "x"), "p2_x": ("p2", "", None)}),
     ("ct_1_image.nii.gz ct_1_label.nii.gz", {"ct_1_image": ("ct_1_image", "", "ct_1_label")}),
     ("s1/a/T1.nii.gz s1/b/T1.nii.gz s1/b/FLAIR.nii.gz s1/b/seg.nii.gz s2/a/T1.nii.gz",
      {"s1_b_FLAIR": ("s1", "FLAIR", "seg"), "s1_a_T1": ("s1", "T1", None), "s1_b_T1": ("s1", "T1", "seg"),
-      "s2_a_T1": ("s2_a_T1", "T1", None)}),
+      "s2_a_T1": ("s2", "T1", None)}),
     ("x/1/ADNI_1_a.nii.gz x/1/ADNI_1_b.nii.gz x/11/ADNI_11_c.nii.gz",
-     {"ADNI_1_a": ("1", "", None), "ADNI_1_b": ("1", "", None), "ADNI_11_c": ("ADNI_11_c", "", None)}),
+     {"ADNI_1_a": ("1", "", None), "ADNI_1_b": ("1", "", None), "ADNI_11_c": ("11", "", None)}),
+    ("10/T1_brain.nii.gz 11/T1_brain.nii.gz",
+     {"10_T1_brain": ("10", "", None), "11_T1_brain": ("11", "", None)}),
     (" ".join(f"OASIS1/OASIS1_{number}.nii.gz" for number in range(21)),
-     {f"OASIS1_{number}": (f"OASIS1_{number}", "", None) for number in range(21)})])
+     {f"OASIS1_{number}": (f"OASIS1_{number}", "", None) for number in range(21)}),
+    # Folders that are no people: of a contrast, a site, a visit, a scanner, a year
+    ("T1/P1_T1.nii.gz T1/P2_T1.nii.gz T2/P1_T2.nii.gz", {"P1_T1": ("P1", "T1", None), "P2_T1": ("P2", "T1", None),
+                                                       "P1_T2": ("P1", "T2", None)}),
+    ("site1/P1/v/T1.nii.gz site1/P2/v/T1.nii.gz site2/P3/v/T1.nii.gz",
+     {f"site{site}_P{one}_v_T1": (f"P{one}", "T1", None) for site, one in ((1, 1), (1, 2), (2, 3))}),
+    ("3T/anna_T1.nii.gz 3T/bob_T1.nii.gz 2019/carl_T1.nii.gz 2019/2019_dora.nii.gz visit1/visit1_eva.nii.gz",
+     {"anna_T1": ("anna", "T1", None), "bob_T1": ("bob", "T1", None), "carl_T1": ("carl", "T1", None),
+      "2019_dora": ("2019_dora", "", None), "visit1_eva": ("visit1_eva", "", None)})])
 def test_layouts_of_well_known_data_sets(tmp_path, capsys, names, expected):
     make(tmp_path, names)
     found = {item["id"]: (item["subject"], item["modality"], item["label"] and volume_id(item["label"]))
@@ -654,15 +669,47 @@ def test_layouts_of_well_known_data_sets(tmp_path, capsys, names, expected):
 
 @pytest.mark.parametrize("names, lost", [
     ("s1/ct.nii.gz s1/segmentations/liver.nii.gz s1/segmentations/spleen.nii.gz s2/ct.nii.gz",
-     "2 segmentations, such as .*s1/segmentations/liver.nii.gz"),
-    ("a.nii.gz b.nii.gz mask.nii.gz", "1 segmentations, such as .*mask.nii.gz"),
-    ("images/a.nii.gz labels/lab.nii.gz", "1 segmentations, such as .*labels/lab.nii.gz")])
+     "2 of 2 volumes have no label, and 2 of the segm.* such as .*s1/segmentations/liver.nii.gz"),
+    ("a.nii.gz b.nii.gz mask.nii.gz", "2 of 2 .* and 1 of .* such as .*mask.nii.gz"),
+    ("a.nii.gz a_seg.nii.gz b.nii.gz b_lesion_seg.nii.gz", "1 of 2 .* and 1 of .* such as .*b_lesion_seg.nii.gz"),
+    ("averaged/d_avg.nii.gz other/d_avg_seg.nii.gz", "1 of 1 .* and 1 of .* such as .*d_avg_seg.nii.gz"),
+    ("images/a.nii.gz labels/lab.nii.gz", "1 of 1 .* and 1 of .* such as .*labels/lab.nii.gz")])
 def test_segmentations_of_no_image_are_told_and_are_no_images(tmp_path, capsys, names, lost):
     make(tmp_path, names)
-    assert not any(item["label"] or "seg" in item["id"] or "mask" in item["id"] for item in list_volumes(tmp_path))
-    assert re.search(lost + ", are not used, because no image has a name that goes", capsys.readouterr().err)
+    assert not any("seg" in item["id"] or "mask" in item["id"] for item in list_volumes(tmp_path))
+    assert re.search(lost + ": name them after their images, or list both", capsys.readouterr().err)
     list_volumes(tmp_path, quiet=True)
     assert not capsys.readouterr().err
+
+
+def test_a_label_that_images_share_belongs_to_those_of_its_shape(tmp_path):
+    """A FLAIR of thick slices beside a T1 and its label was refused for the label's grid."""
+    make(tmp_path / "one", "sub-1_T1w.nii.gz sub-1_dseg.nii.gz p2_t1.nii.gz p2_adc.nii.gz p2_seg.nii.gz")
+    for name in ("sub-1_FLAIR", "p2_t2"):
+        write(tmp_path / "one" / f"{name}.nii.gz", (4, 5, 2))
+    make(tmp_path / "two", "s1/a.nii.gz s2/a.nii.gz labels/a.nii.gz")
+    assert not any(item["label"] for item in list_volumes(tmp_path / "two")), "nobody knows whose label it is"
+    assert {item["id"]: bool(item["label"]) for item in list_volumes(tmp_path / "one")} == {
+        "p2_adc": True, "p2_t1": True, "p2_t2": False, "sub-1_FLAIR": False, "sub-1_T1w": True}
+
+
+def test_lists_without_ids_tell_files_of_one_name_apart_and_nnunet_v1_lists_cases(tmp_path):
+    make(tmp_path, "s1/T1.nii.gz s2/T1.nii.gz imagesTr/b_7_0000.nii.gz")
+    items = list_volumes(table(tmp_path, "image,id\ns1/T1.nii.gz,\ns2/T1.nii.gz,\n"))
+    assert told(items, "id", "subject") == [("s1_T1", "s1"), ("s2_T1", "s2")]
+    make(tmp_path, "", ["s1/T1.nii.gz", "s2/T1.nii.gz", "./imagesTr/b_7.nii.gz"])
+    assert told(list_volumes(tmp_path), "id") == [("b_7",), ("s1_T1",), ("s2_T1",)]
+
+
+def test_ids_are_the_numbers_of_people_and_a_second_scan_renames_nobody(tmp_path):
+    make(tmp_path, " ".join(f"P{number:02d}/P{number:02d}_T1.nii.gz" for number in range(1, 31)))
+    before = list_volumes(tmp_path)
+    assert [item["subject"] for item in select("x", before, "2-4")] == ["P02", "P03", "P04"]
+    held_out = {item["subject"] for item in split_volumes("x", before, keys(val_fraction=0.1))[1]}
+    make(tmp_path, " ".join(f"P{number:02d}/P{number:02d}_FLAIR.nii.gz" for number in range(5, 20)))
+    items = list_volumes(tmp_path)
+    assert {item["subject"] for item in split_volumes("x", items, keys(val_fraction=0.1))[1]} == held_out
+    assert len({item["subject"] for item in items}) == 30 and len(items) == 45
 
 
 def test_a_folder_of_pictures_is_refused_with_the_way_to_convert_them(tmp_path):

@@ -186,7 +186,7 @@ def test_volumes_with_one_name_are_told_apart_by_their_folders(data, tmp_path):
     one, two = (tmp_path / f"own/s{number}/T1.nii.gz" for number in (1, 2))
     names = [[(item["id"], item["subject"]) for item in volumes_of(sources)]
              for sources in ([one, two], [tmp_path / "own"], [two])]
-    assert names == [[("s1_T1", "s1_T1"), ("s2_T1", "s2_T1")]] * 2 + [[("s2_T1", "s2_T1")]]
+    assert names == [[("s1_T1", "s1"), ("s2_T1", "s2")]] * 2 + [[("s2_T1", "s2")]]
     fixed = data / "sub-01_T1w.nii.gz"
     assert [pair["name"] for pair in pairs_onto(fixed, [one, two])] == ["s1_T1_to_sub-01_T1w", "s2_T1_to_sub-01_T1w"]
     with pytest.raises(InputError, match="s1_T1: two moving volumes have this name; list the pairs in a .csv"):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from scipy import ndimage
 
-from Dataloader.nifti import read_field, read_volume, write_volume
+from Dataloader.nifti import read_field, read_volume, write_field, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.losses import (
     conditional_means,
@@ -23,7 +23,7 @@ from Diffusion.metrics import average, dice, folding_percent
 from Inference.affine import ONE_SIGN, align_affine
 from Inference.choices import SIMILARITIES
 from Inference.labels import apply_label
-from Inference.registration import apply_field, outlined_side, read_side, register
+from Inference.registration import apply_field, outlined_side, read_side, register, register_from
 from OM_register import main as om_register
 from Runtime.errors import InputError
 from tests.test_refine import alike, refined
@@ -258,13 +258,26 @@ def head(seed, size=(40, 44, 36)):
     return whole, np.where(brain, subject["image"], 0), subject["label"]
 
 
-def test_two_volumes_alike_have_no_mask_of_their_own():
-    for fixed, moving in zip(head(3)[:2], head(4)[:2]):
-        assert outlined_side(read_side(fixed, "fixed", None, ()), read_side(moving, "moving", None, ()), config()) == ""
+def test_two_volumes_alike_and_parts_have_no_mask_of_their_own():
+    """Nor two stripped volumes of one content that a rigid map leaves at different sizes, nor half of a head."""
+    def side(*pair):
+        volumes = (read_side(image, name, None, ()) for image, name in zip(pair, ("fixed", "moving")))
+        return outlined_side(*volumes, (*pair[2:], "affine")[0], config())
+
+    (whole, brain, _), (other, other_brain, _) = head(3), head(4)
+    assert side(whole, other) == side(brain, other_brain) == ""
+    assert side(brain, other) == side(brain, other, "rigid") == "fixed"
+    small, body = (ndimage.zoom(np.pad(brain, pad), 44 / (44 + 2 * pad), order=1) for pad in (10, 0))
+    assert side(body, small) == "moving" and side(body, small, "rigid") == "" and side(brain, other, False) == ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert register(body, small, affine="affine", refine=2, device="cpu").moving.mask is None, "they fit as a whole"
+    half = np.where(whole > 0.02, whole, 0)[:, :20]
+    assert side(other, half) == side(half, other) == ""
 
 
 @pytest.mark.parametrize("stripped", ["fixed", "moving"])
-def test_one_skull_stripped_volume_counts_only_where_it_shows_something(stripped):
+def test_one_skull_stripped_volume_counts_only_where_it_shows_something(stripped, tmp_path):
     """Its outline is not matched to that of the whole head, as it is with a mask that switches this off."""
     (fixed, moving), labels = zip(*((each[:2], each[2]) for each in (head(3), head(4))))
     pair, affine = (fixed[stripped == "fixed"], moving[stripped == "moving"]), np.diag([4.0, 4, 4, 1])
@@ -281,6 +294,14 @@ def test_one_skull_stripped_volume_counts_only_where_it_shows_something(stripped
     assert any("skull-stripped" in sentence for sentence in found.warnings)
     assert overlap > 0.8 and found.verdict == ("doubtful" if stripped == "moving" else "ok"), found.reason
     assert overlap > registered(fixed_mask=np.ones(pair[0].shape))[1] + 0.15
+    for image, name in zip(pair, ("fixed", "moving")):
+        write_volume(tmp_path / f"{name}.nii.gz", image, affine)
+    write_field(tmp_path / "zero.nii.gz", np.zeros((3, *pair[0].shape), np.float32), affine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        paths = [tmp_path / f"{name}.nii.gz" for name in ("zero", "fixed", "moving")]
+        again = register_from(*paths, refine=10, affine="affine", device="cpu")
+    assert getattr(again, stripped).mask is not None and again.similarity == pytest.approx(found.similarity, abs=0.1)
 
 
 def test_a_mask_too_thin_to_count_is_one_sentence():

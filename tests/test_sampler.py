@@ -297,7 +297,7 @@ def test_pairs_under_a_rule_are_the_same_for_any_number_of_ranks():
      r"data.pair_subjects=different and data.pair_modalities=different: no pair is left among 2 volumes \("),
     ("same", "same", [], "no pair is left among 0 volumes"),
     ("any", "same", [{"subject": "a", "modality": ""}] * 3,
-     "data.pair_modalities=same: of none of the 3 volumes the modality is known; name it in the data list, or set any"),
+     "data.pair_modalities=same: none of the 3 volumes has a known modality; name it in the data list, or set any"),
 ])
 def test_a_rule_that_leaves_no_pair_is_one_sentence(subjects, modalities, items, message):
     with pytest.raises(InputError, match=message) as error:
