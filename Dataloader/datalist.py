@@ -643,9 +643,9 @@ def _from_paths(root, paths, channels):
     places = {}  # {folder of images: the folders where their labels may lie}
     for image in images:
         if image.parent not in places:
-            above = next((folder for folder in image.parents if folder.name.lower() in IMAGE_FOLDERS), root)
-            beside = image.parent if above == root else above.parent
-            inner = Path() if above == root else image.parent.relative_to(above)
+            within = itertools.takewhile(lambda folder: folder != root.parent, image.parents)
+            above = next((folder for folder in within if folder.name.lower() in IMAGE_FOLDERS), None)
+            beside, inner = (above.parent, image.parent.relative_to(above)) if above else (image.parent, Path())
             folders = [folder for base in dict.fromkeys((beside, root)) for folder in listings.label_folders(base)]
             places[image.parent] = [place for folder in folders for place in dict.fromkeys((folder / inner, folder))]
         label = _sibling(root, image, "labelsTr", listings, channels) or label_beside(image, listings)
@@ -860,9 +860,12 @@ class Listings(dict):
     def label_folders(self, folder):
         """The folders of label maps in a folder, see LABEL_FOLDERS, the most telling names first."""
         if folder not in self.beside:
-            inner = [entry for entry in os.scandir(folder) if entry.name.lower() in LABEL_FOLDERS and entry.is_dir()]
-            inner.sort(key=lambda entry: LABEL_FOLDERS.index(entry.name.lower()))
-            self.beside[folder] = [Path(entry.path) for entry in inner]
+            try:
+                names = [name for name in os.listdir(folder) if name.lower() in LABEL_FOLDERS]
+            except OSError:  # above the data folder it may be closed
+                names = []
+            names.sort(key=lambda name: LABEL_FOLDERS.index(name.lower()))
+            self.beside[folder] = [folder / name for name in names if (folder / name).is_dir()]
         return self.beside[folder]
 
     def holds_one_scan(self, folder):

@@ -701,6 +701,14 @@ def test_lists_without_ids_tell_files_of_one_name_apart_and_nnunet_v1_lists_case
     assert told(list_volumes(tmp_path), "id") == [("b_7",), ("s1_T1",), ("s2_T1",)]
 
 
+def test_labels_lie_beside_the_folder_that_is_named_and_not_above_it(tmp_path):
+    make(tmp_path / "images/study", "images/a.nii.gz labels/a.nii.gz")
+    write(tmp_path / "labels/study/images/a.nii.gz")
+    for root in ("images/study", "images/study/images"):
+        item, = list_volumes(tmp_path / root)
+        assert item["label"] == tmp_path / "images/study/labels/a.nii.gz"
+
+
 def test_ids_are_the_numbers_of_people_and_a_second_scan_renames_nobody(tmp_path):
     make(tmp_path, " ".join(f"P{number:02d}/P{number:02d}_T1.nii.gz" for number in range(1, 31)))
     before = list_volumes(tmp_path)
