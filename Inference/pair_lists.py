@@ -93,8 +93,8 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     fixed_label = fixed_label or next((item["label"] for item in items if item["image"].resolve() == own), None)
     items = [item for item in items if item["image"].resolve() != own]
     if not items:
-        raise InputError(f"{', '.join(map(str, moving))}: it contains only the fixed volume, so nothing would be "
-                         "registered; give a moving volume.")
+        raise InputError(f"{', '.join(map(str, moving))}: besides segmentations it contains only the fixed volume, "
+                         "so nothing would be registered; give a moving volume.")
     if labels and len(labels) != len(items):
         raise InputError(f"--moving-label names {len(labels)} files for {len(items)} moving volumes; name one for "
                          "each, in the same order, or leave them out.")

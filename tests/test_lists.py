@@ -191,6 +191,10 @@ def test_volumes_with_one_name_are_told_apart_by_their_folders(data, tmp_path):
     assert [pair["name"] for pair in pairs_onto(fixed, [one, two])] == ["s1_T1_to_sub-01_T1w", "s2_T1_to_sub-01_T1w"]
     with pytest.raises(InputError, match="s1_T1: two moving volumes have this name; list the pairs in a .csv"):
         pairs_onto(fixed, [one, one])
+    label = fixed.with_name("sub-01_dseg.nii.gz")  # a shell's * names it too
+    assert [pair["moving"] for pair in pairs_onto(fixed, [one, label])] == [one]
+    with pytest.raises(InputError, match="besides segmentations it contains only the fixed volume, so nothing"):
+        pairs_onto(fixed, [fixed, label])
 
 
 @pytest.mark.parametrize("words, said", [
