@@ -86,7 +86,8 @@ def read_datalist(root, dims=3, ids="", channels=1):
 
 
 def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
-    """All volumes of a data set, as `read_datalist` describes them, without opening any of them.
+    """All volumes of a data set, as `read_datalist` describes them. Only headers are read, and only where images of a
+    folder would share a label.
 
     pattern: as in `name_subjects`. channels: as there. as_listed: in the order of the list, not by id. quiet: print no
     warning about segmentations that belong to no image.
@@ -632,15 +633,15 @@ def _listed_item(where, folder, entry, listings):
 def _from_paths(root, paths, channels):
     """The items of some volumes with their labels and masks, and the segmentations that belong to none of them.
 
-    A file named as a segmentation is not an image. A label that several images would share belongs to those of its
-    shape.
+    A file named as a segmentation is not an image. A label outside labelsTr that several images would share belongs to
+    those of its shape.
     """
     found, items, listings = {path for path in paths if is_named_segmentation(path)}, [], Listings()
     images = [path for path in paths if path not in found]
     if paths and not images:
         raise InputError(f"{root}: the names of all {len(paths)} volumes mark them as segmentations, such as "
                          f"{paths[0].name}; give the folder of the images.")
-    places = {}  # {folder of images: the folders where their labels may lie}
+    places, guessed = {}, {}  # {folder of images: folders where their labels may lie}; {label: its items}
     for image in images:
         if image.parent not in places:
             within = itertools.takewhile(lambda folder: folder != root.parent, image.parents)
@@ -648,21 +649,21 @@ def _from_paths(root, paths, channels):
             beside, inner = (above.parent, image.parent.relative_to(above)) if above else (image.parent, Path())
             folders = [folder for base in dict.fromkeys((beside, root)) for folder in listings.label_folders(base)]
             places[image.parent] = [place for folder in folders for place in dict.fromkeys((folder / inner, folder))]
-        label = _sibling(root, image, "labelsTr", listings, channels) or label_beside(image, listings)
+        own = _sibling(root, image, "labelsTr", listings, channels)
+        label = own or label_beside(image, listings)
         for place in () if label else places[image.parent]:
             label = label or _of_same_name(place, image, listings, channels) or label_beside(image, listings, place)
         mask = _sibling(root, image, "masksTr", listings, channels)
         items.append(_item(image, label, mask, {}))
+        if label and not own:
+            guessed.setdefault(label, []).append(items[-1])
     masks = [folder for folder, names in listings.items() if names is not None and folder.name == "masksTr"]
     if masks and not any(item["mask"] for item in items):
         raise InputError(f"{masks[0]}: no mask has the name of an image, such as {items[0]['image'].name}; rename the "
                          "masks or remove the folder.")
-    sharing = {}
-    for item in items:
-        sharing.setdefault(item["label"], []).append(item)
-    for label, several in sharing.items():
+    for label, several in guessed.items():
         folders = {item["image"].parent for item in several}
-        for item in several if label and len(several) > 1 else ():
+        for item in several if len(several) > 1 else ():
             if len(folders) > 1 or not _same_shape(item["image"], label):  # s1/T1 and s2/T1 are two people
                 item["label"] = None
     set_apart(items, root)
@@ -751,6 +752,13 @@ def names_apart(names, paths, base=None):
 def is_named_segmentation(path):
     """Whether the name of a file marks it as a segmentation, such as sub-01_dseg.nii.gz."""
     return bool(SEGMENTATION.fullmatch(_stem(path)))
+
+
+def without_segmentations(sources):
+    """Files, folders, lists and patterns of a command line, without files named as segmentations if there are several:
+    a shell's `*` names them beside their images."""
+    return [source for source in sources if len(sources) == 1
+            or not (ends_in(source, SUFFIXES) and is_named_segmentation(source))]
 
 
 def label_beside(image, listings=None, folder=None):

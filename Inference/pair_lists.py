@@ -11,7 +11,6 @@ from pathlib import Path
 from Dataloader.datalist import (
     MOST_CHANNELS,
     PAIR_KEYS,
-    is_named_segmentation,
     is_one_volume,
     label_beside,
     list_volumes,
@@ -20,8 +19,8 @@ from Dataloader.datalist import (
     read_csv,
     read_json,
     volume_id,
+    without_segmentations,
 )
-from Dataloader.nifti import SUFFIXES, ends_in
 from Runtime.errors import InputError
 from Runtime.files import as_stored, first_repeated
 
@@ -82,9 +81,7 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     Raises InputError if there is no pair, or if the numbers of labels and moving volumes differ.
     """
     fixed, items = Path(fixed), []
-    for source in moving:
-        if len(moving) > 1 and ends_in(source, SUFFIXES) and is_named_segmentation(source):
-            continue  # a shell's * names them too
+    for source in without_segmentations(moving):
         if is_one_volume(source):
             items.append({"id": volume_id(source), "image": Path(source), "label": label_beside(source)})
         else:

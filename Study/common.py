@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from Dataloader.datalist import (
-    is_named_segmentation,
     is_one_volume,
     label_beside,
     list_volumes,
@@ -16,8 +15,8 @@ from Dataloader.datalist import (
     select,
     set_apart,
     volume_id,
+    without_segmentations,
 )
-from Dataloader.nifti import SUFFIXES, ends_in
 from Inference.outputs import make_folder, scores_of
 from Inference.registration import register
 from Inference.results import file_digests, require_own, source_digests, write_results
@@ -31,14 +30,12 @@ def volumes_of(sources, ids="", pattern=""):
     """The volumes that a command line names, in its order and that of its lists, as Dataloader/datalist.py describes
     them.
 
-    sources: files, folders, lists or patterns; of several files, those named as segmentations are left out, since a
-    shell's `*` names them too. ids: numbers and ranges as in `select`. pattern: names the subjects.
+    sources: files, folders, lists or patterns, see `without_segmentations`. ids: numbers and ranges as in `select`.
+    pattern: names the subjects.
     Raises InputError if there are none, and if two have the same name.
     """
     items, singles = [], []
-    for source in sources:
-        if len(sources) > 1 and ends_in(source, SUFFIXES) and is_named_segmentation(source):
-            continue
+    for source in without_segmentations(sources):
         if is_one_volume(source):
             require_file(source)
             items.append({"id": volume_id(source), "image": Path(source), "label": label_beside(source), "mask": None,
