@@ -33,7 +33,7 @@ OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"}
 # A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
 # one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
 SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. -])?(?P<word>d?segm?|aseg|synthseg|segmentations?|labels?|labelmap|"
-                          r"(?:brain)?masks?|msk|gt|ground_?truth|gtv[a-z]?|wmh|staple|probseg)"
+                          r"(?:(?:brain|bet)[_-]?)?masks?|msk|gt|ground_?truth|gtv[a-z]?|wmh|staple|probseg)"
                           r"(?:[_-]?(?P<number>[0-9]+))?", re.I)
 IMAGE_WORD = re.compile(r"^(?:image|img|volume|vol|scan)[_-]?(?=[0-9]+$)|[_-](?:image|img|volume|vol|scan)$", re.I)
 ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
@@ -44,6 +44,10 @@ CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2[wf]?|FLAIR|PDw?|STIR|MP
                       r"CBCT|MRA|MRI?|PE?T)$", re.I)
 TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|tp|MR)[_-]?[0-9]+|BL|FU|"
                   r"(?:19|20)[0-9]{6})$|(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$", re.I)
+# So may what was done to a scan: case_7 and case_7_brain are one subject.
+PROCESSED = re.compile(r"[_-](?:brain|bet|ss|(?:skull_?)?strip(?:ped|ping)?|defaced|n[34]|bias_?corr(?:ected)?|"
+                       r"corrected|restored?|norm(?:ali[sz]ed)?|reg(?:istered)?|resampled|preproc(?:essed)?|denoised|"
+                       r"orig(?:inal)?|raw|crop(?:ped)?)$", re.I)
 SCAN_NUMBER = re.compile(r"(?<![A-Za-z0-9])(?:3D|CT1|T[12]|MNI)\w*|[0-9.]+mm(?![A-Za-z])", re.I)  # tells no subject
 # A folder named by these or by a contrast groups subjects, or scans of one.
 GROUP = re.compile(r"(?:site|cent(?:er|re)|batch|cohort|group|task|fold|part|subset|study|phase|disc|scanner|dataset|"
@@ -169,8 +173,8 @@ def name_subjects(root, items, pattern=""):
     The first of these that applies: the subject in the list; the group of the regular expression `pattern`, which must
     match in every image path below the data folder; sub-XX at the start of a BIDS name; X_0001 if all names of the data
     set end like X_0001_0000 and X_0001_0001; the folder of at most MOST_SCANS volumes, if its name has a number, is
-    found in their ids and is no GROUP; the id without contrasts and numbered times at its end (case_7 of case_7_t1,
-    case_7_flair and case_7_frame01).
+    found in their ids and is no GROUP; the id without contrasts, numbered times and PROCESSED at its end (case_7 of
+    case_7_t1, case_7_flair, case_7_frame01 and case_7_t1_brain).
     Items without a modality get that of their name, see `read_datalist`.
     root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" if the list names none.
     Raises InputError for an unusable pattern, or one that finds no subject in an image path.
@@ -191,7 +195,7 @@ def name_subjects(root, items, pattern=""):
                        [_folders_of(item["id"], below[parent]) for item, parent in zip(items, parents)])
     for item, channel, person in zip(items, channels, people):
         stem = _stem(item["image"])
-        bids, contrast = BIDS.match(stem), CONTRAST.search(stem)
+        bids, contrast = BIDS.match(stem), CONTRAST.search(PROCESSED.sub("", stem))
         if not item["modality"]:
             words = [word for word in stem.split("_")[::-1] if "-" not in word and not word.isdigit()] if bids else []
             known = [word for word in words if CONTRAST.fullmatch(word)] or words
@@ -217,8 +221,8 @@ def _below(base, path):
 
 
 def _without_scan(name):
-    """A name without the contrasts and numbered times at its end; "" if nothing else is left."""
-    while (end := CONTRAST.search(name) or TIME.search(name)):
+    """A name without what was done to the scan, contrasts and numbered times at its end; "" if nothing else is left."""
+    while (end := PROCESSED.search(name) or CONTRAST.search(name) or TIME.search(name)):
         name = name[:end.start()]
     return name
 
@@ -773,7 +777,8 @@ def label_beside(image, listings=None, folder=None):
     image, full = Path(image), _stem(image)
     listings, folder = Listings() if listings is None else listings, folder or image.parent
     stem = ENTITIES.sub("", full)
-    wanted = [stem, volume_id(stem), stem.rpartition("_")[0] if BIDS.match(stem) else CONTRAST.sub("", stem),
+    plain = PROCESSED.sub("", stem)
+    wanted = [stem, volume_id(stem), plain, stem.rpartition("_")[0] if BIDS.match(stem) else CONTRAST.sub("", plain),
               IMAGE_WORD.sub("", stem)]
     wanted = [word for word in wanted if word]
     if folder == image.parent and listings.holds_one_scan(folder):
@@ -881,7 +886,7 @@ class Listings(dict):
         if folder not in self.alone:
             images = [_stem(name) for name in self[folder] or () if ends_in(name, SUFFIXES) and name[0] != "."
                       and not is_named_segmentation(name)]
-            self.alone[folder] = len(images) == 1 or bool(images) and all(map(CONTRAST.fullmatch, images))
+            self.alone[folder] = len(images) == 1 or bool(images) and not any(map(_without_scan, images))
         return self.alone[folder]
 
 

@@ -649,7 +649,13 @@ def test_a_pattern_chooses_the_images(tmp_path):
     ("x/1/ADNI_1_a.nii.gz x/1/ADNI_1_b.nii.gz x/11/ADNI_11_c.nii.gz",
      {"ADNI_1_a": ("1", "", None), "ADNI_1_b": ("1", "", None), "ADNI_11_c": ("11", "", None)}),
     ("10/T1_brain.nii.gz 11/T1_brain.nii.gz",
-     {"10_T1_brain": ("10", "", None), "11_T1_brain": ("11", "", None)}),
+     {"10_T1_brain": ("10", "T1", None), "11_T1_brain": ("11", "T1", None)}),
+    # What was done to a scan makes nobody else of its subject.
+    ("I2_T1_brain.nii.gz I2_T2_brain.nii.gz I2_T1.nii.gz I3-PD_n4.nii.gz I2_brain_mask.nii.gz",
+     {"I2_T1_brain": ("I2", "T1", "I2_brain_mask"), "I2_T2_brain": ("I2", "T2", "I2_brain_mask"),
+      "I2_T1": ("I2", "T1", "I2_brain_mask"), "I3-PD_n4": ("I3", "PD", None)}),
+    ("p1/T1.nii.gz p1/T1_brain.nii.gz p1/seg.nii.gz p2/T1_brain.nii.gz",
+     {"p1_T1": ("p1", "T1", "seg"), "p1_T1_brain": ("p1", "T1", "seg"), "p2_T1_brain": ("p2", "T1", None)}),
     (" ".join(f"OASIS1/OASIS1_{number}.nii.gz" for number in range(21)),
      {f"OASIS1_{number}": (f"OASIS1_{number}", "", None) for number in range(21)}),
     # Folders that are no people: of a contrast, a site, a visit, a scanner, a year
