@@ -27,7 +27,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from Dataloader.datalist import is_one_volume, list_volumes, read_datalist, select, trainable, volume_id
+from Dataloader.datalist import (
+    is_one_volume,
+    list_volumes,
+    name_subjects,
+    read_datalist,
+    select,
+    trainable,
+    volume_id,
+)
 from Dataloader.formats import same_volume
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
@@ -215,8 +223,10 @@ def read_items(args, cfg):
 def read_one(path, dims):
     """The item of a single volume, like those of `read_datalist`."""
     read_header(path, dims)
-    name = volume_id(Path(path))  # without a slash after the name of a folder of slices
-    return {"id": name, "image": Path(path), "label": None, "mask": None, "subject": name, "modality": ""}
+    path = Path(path)  # without a slash after the name of a folder of slices
+    item = {"id": volume_id(path), "image": path, "label": None, "mask": None, "subject": "", "modality": ""}
+    name_subjects(path.parent, [item])
+    return item
 
 
 # ---------------------------------------------------------------------------------------------------------------------

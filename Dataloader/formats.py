@@ -85,11 +85,16 @@ def size_and_time(path):
 
 
 def same_volume(one, other):
-    """Whether two paths lead to the same volume: to the same file, or to copies of it."""
+    """Whether two paths lead to the same volume: to the same file, or to copies of it.
+
+    A file that this user may not read counts as another one: reading it will give the reason.
+    """
     if os.path.realpath(one) == os.path.realpath(other):
         return True
     (size, time), (other_size, other_time) = size_and_time(one), size_and_time(other)
-    return size == other_size and _digest_at(one, time) == _digest_at(other, other_time)
+    with contextlib.suppress(PermissionError):
+        return size == other_size and _digest_at(one, time) == _digest_at(other, other_time)
+    return False
 
 
 @functools.lru_cache(maxsize=None)

@@ -252,6 +252,14 @@ def stored_type(path):
     return None if scaled else np.dtype(stored.dtype).newbyteorder("=")
 
 
+def rounded(array, dtype):
+    """An array as whole numbers of a type, those beyond its limits at the limit (of 64 bits: next to it)."""
+    limits = np.iinfo(dtype)
+    # 2^63 - 1 is no float: it would become 2^63, which turns negative.
+    largest = limits.max if limits.bits < 64 else np.nextafter(float(limits.max), 0)
+    return np.clip(np.rint(array.astype(np.float64)), limits.min, largest).astype(dtype)
+
+
 def mm_of_unit(header):
     """Millimetres in the unit of length of a nibabel header; 1 if it names none."""
     return MM_OF_UNIT.get(int(header["xyzt_units"]) & 7, 1.0)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from Dataloader.grids import foreground_box, grid_transform, to_canonical, to_grid
+from Dataloader.nifti import rounded
 from Dataloader.prepare import scaled
 from Dataloader.volume import as_array, checked_affine, is_path
 from Diffusion.diffuser import DeformDDPM, make_condition
@@ -128,12 +129,9 @@ def deform(array, field, mode="bilinear"):
         return values[deform(index.reshape(array.shape), field, mode)]
     image = torch.from_numpy(np.ascontiguousarray(array, np.float32))[None, None]
     warped = warp(image, torch.from_numpy(field)[None], mode=mode, padding="border")[0, 0].numpy()
-    if array.dtype.kind in "bui":
-        warped = np.rint(warped)
     if array.dtype.kind in "iu":  # float32 rounds the largest ones up
-        limits = np.iinfo(array.dtype)
-        warped = np.clip(warped.astype(np.float64), limits.min, limits.max)
-    return warped.astype(array.dtype)
+        return rounded(warped, array.dtype)
+    return (np.rint(warped) if array.dtype.kind == "b" else warped).astype(array.dtype)
 
 
 def measure(field, affine):

@@ -6,7 +6,7 @@ that were written. settings.json has the settings of all draws; dataset.json lis
 import hashlib
 import json
 
-from Dataloader.formats import digest
+from Inference import results
 from Runtime import __version__
 from Runtime.errors import InputError
 from Runtime.files import csv_text, read_lines, sha256, write_file
@@ -91,9 +91,10 @@ def missing_draws(item, draws, records, out):
 
 
 def source_digests(item):
-    """SHA-256 of each file, or folder of slices, of a volume, so that a changed one is deformed again."""
+    """SHA-256 of each file, or folder of slices, of a volume, so that a changed one is deformed again; None if missing,
+    or if this user may not read it."""
     paths = [item[kind] for kind in ("image", "label", "mask") if item[kind]]
-    return [digest(path) for path in (*paths, *item.get("channels", []))]
+    return list(results.source_digests(dict(enumerate([*paths, *item.get("channels", [])]))).values())
 
 
 def file_sizes(paths, out):

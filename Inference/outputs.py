@@ -9,7 +9,15 @@ import torch
 
 from Dataloader.datalist import volume_id
 from Dataloader.grids import same_grid, slabs
-from Dataloader.nifti import read_header, read_raw_header, stored_type, write_field, write_field_learn2reg, write_volume
+from Dataloader.nifti import (
+    read_header,
+    read_raw_header,
+    rounded,
+    stored_type,
+    write_field,
+    write_field_learn2reg,
+    write_volume,
+)
 from Dataloader.points import write_points
 from Dataloader.transforms import write_field_h5, write_matrix
 from Diffusion.fields import jacobian_determinant
@@ -184,10 +192,7 @@ def write_moved(path, array, source, affine, header, kinds="iuf"):
     """
     dtype = stored_type(source)
     if dtype is not None and dtype.kind in kinds:
-        if dtype.kind in "iu":
-            limits = np.iinfo(dtype)
-            array = np.clip(np.rint(array.astype(np.float64)), limits.min, limits.max)
-        array = array.astype(dtype)
+        array = rounded(array, dtype) if dtype.kind in "iu" else array.astype(dtype)
     write_volume(path, array, affine, header)
 
 

@@ -36,14 +36,15 @@ def figures(found):
     """{name: value} of a run's outcome: state, steps, final losses and scores, time, goodput, device hours."""
     kinds, _ = add_up(found)
     wall, epochs = sum(kinds.values()), found["epochs"]
-    ranks = max((line.get("ranks") or 1 for line in found["attempts"] if line["event"] == "begin"), default=1)
+    rank_s = sum((sum(each["spent"].values()) + each["restart"] + each["detection"]) * (each["begin"].get("ranks") or 1)
+                 for each in found["costs"])
     row = {"state": state_of(found)[0], "epochs": len(epochs), "steps": len(found["once"]["step"])}
     last = epochs[-1] if epochs else {}
     row.update({name: last.get(name) for name in found["losses"]})
     row.update({name: lines[-1][name] if lines else None for name, lines in found["scores"].items()})
     best = [line["val_dice"] for line in found["scores"].get("val_dice", [])]
     return {**row, "best val_dice": max(best, default=None), "wall time": duration(wall),
-            "rank hours": wall * ranks / 3600, "goodput %": 100 * goodput(kinds), "samples/s": speed(found)}
+            "rank hours": rank_s / 3600, "goodput %": 100 * goodput(kinds), "samples/s": speed(found)}
 
 
 def overlaid(runs, names):

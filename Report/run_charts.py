@@ -126,7 +126,8 @@ def few(curves):
     steps = sorted(set.intersection(*(set(x) for _, x, _ in named)))
     if not steps:
         return named[:SHOWN_RANKS]
-    rows = np.array([[dict(zip(x, y))[step] for step in steps] for _, x, y in named])
+    values = [dict(zip(x, y)) for _, x, y in named]
+    rows = np.array([[of_rank[step] for step in steps] for of_rank in values])
     median = np.nanmedian(rows, axis=0)
     far = np.argsort(np.nanmean(np.abs(rows - median), axis=1))[-2:]
     return [("median of all", steps, median), *((named[index][0], steps, rows[index]) for index in far)]

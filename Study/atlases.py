@@ -4,7 +4,6 @@ Each image has its own vote: the atlases are registered to it here, and results 
 atlas that is the image itself never votes. One of the same person votes only on request, because the result would look
 better than for anybody else.
 """
-import contextlib
 import functools
 import os
 from pathlib import Path
@@ -20,7 +19,7 @@ from Diffusion.metrics import average, dice
 from Inference.bids import require_own_names
 from Inference.labels import apply_label, vote
 from Inference.outputs import grid_header, write_warped
-from Inference.results import do_all, kept_rows, read_results, require_apart
+from Inference.results import do_all, kept_rows, read_results, require_apart, source_digests
 from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
@@ -41,6 +40,8 @@ def segment(args):
     images = common.volumes_of(args.images, args.ids, args.subject_pattern)
     if args.bids:
         require_own_names([{"name": item["id"], "image": item["image"]} for item in images])
+    for atlas in atlases:  # one that was not taken may be taken once it has changed
+        atlas["digests"] = source_digests({"image": atlas["image"], "label": atlas["label"]})
     voting = {item["id"]: voters(item, atlases, args.same_subject) for item in images}
     settings = {"program": "segment", "most": args.most, "join": args.join, "similarity": args.similarity,
                 "affine": args.affine, "labels": args.labels}
@@ -66,7 +67,7 @@ def segment(args):
 
 
 def voters(image, atlases, same_subject):
-    """Which atlases may vote on an image: dict of atlases, candidates (their ids), said (sentences about the others).
+    """Which atlases may vote on an image: dict of atlases, candidates ({id: digests}), said (sentences about others).
 
     The image itself never votes, as the same file or as a copy; other scans of its subject vote only if `same_subject`.
     """
@@ -74,16 +75,15 @@ def voters(image, atlases, same_subject):
     for atlas in atlases:
         if atlas["image"].resolve() == image["image"].resolve():
             continue
-        with contextlib.suppress(PermissionError):  # the registration will give that as the reason
-            if same_volume(atlas["image"], image["image"]):
-                said.append(f"{image['id']}: the atlas {atlas['id']} is a copy of it and does not vote.")
-                continue
+        if same_volume(atlas["image"], image["image"]):
+            said.append(f"{image['id']}: the atlas {atlas['id']} is a copy of it and does not vote.")
+            continue
         if atlas["subject"] == image["subject"] and not same_subject:
             said.append(f"{image['id']}: the atlas {atlas['id']} is of the same subject, {atlas['subject']}, and "
                         "does not vote (--same-subject allows it).")
             continue
         may.append(atlas)
-    return {"atlases": may, "candidates": [atlas["id"] for atlas in may], "said": said}
+    return {"atlases": may, "candidates": {atlas["id"]: atlas["digests"] for atlas in may}, "said": said}
 
 
 def entry_of(image, atlases):

@@ -91,13 +91,15 @@ def align_block(out, series, count, options, entry, folder, earlier):
     start = int(entry["name"].rpartition("_")[2])
     affine, begin, volumes, frames = shape_of(series)[1], {}, [], []
     for number in range(start, min(start + BLOCK, count)):
-        image = attempt(f"{series}, frame {number}", frame_of, series, number)
-        if isinstance(image, str):  # later frames keep their numbers
+        name = f"{series}, frame {number}"
+        image = attempt(name, frame_of, series, number)
+        found = image if isinstance(image, str) else attempt(
+            name, functools.partial(aligned, entry["reference"], (image, affine), **options, **begin))
+        if isinstance(found, str):  # later frames keep their numbers
             volumes.append(np.zeros(shape_of(series)[0][:3], np.float32))
             frames.append({"frame": number, "matrix": None, "similarity": None, "similarity_before": None,
-                           "verdict": "failed", "reason": image})
+                           "verdict": "failed", "reason": found})
             continue
-        found = aligned(entry["reference"], (image, affine), **options, **begin)
         begin = {} if found.verdict == "failed" else {"start": found.known if options["refine"] else found.matrix}
         volumes.append(found.warped)
         frames.append({"frame": number, "matrix": found.matrix.tolist(), "similarity": found.similarity,
@@ -126,7 +128,7 @@ def join(out, rows, series, shape, affine):
     """Write aligned.nii.gz and motion.tsv. Returns: the rows of the table."""
     header = nibabel.Nifti1Header()
     header.set_data_shape(shape)
-    header.set_zooms(open_nifti(series).header.get_zooms()[:4])  # the fourth: the time of a frame
+    header.set_zooms(np.abs(open_nifti(series).header.get_zooms()[:4]))  # the fourth: the time of a frame
     header["xyzt_units"] = MM | (int(open_nifti(series).header["xyzt_units"]) & OF_TIME or SECONDS)
     write_volume(out / "aligned.nii.gz", np.concatenate(blocks_of(rows), -1), affine, header)
     centre_mm = (affine @ [*(np.subtract(shape[:3], 1) / 2), 1])[:3]

@@ -39,11 +39,13 @@ def thumbnail(image, affine, outlines=(), heat=None):
     if outlines and (turned[1] != 0).any():
         focus = [int(round(each)) for each in ndimage.center_of_mass(turned[1] != 0)]
     limits = np.percentile(turned[0], (1, 99.5))
+    # Of the whole maps, so that a label has one colour in all slices.
+    known = [(colour, np.unique(label[label != 0])) for (_, colour), label in zip(outlines, turned[1:])]
     tiles = []
     for axis in range(3) if turned[0].ndim == 3 else [None]:
         planes = [each if axis is None else np.take(each, focus[axis], axis) for each in turned]
         sides = spacing if axis is None else np.delete(spacing, axis)
-        tiles.append(tile(planes, sides, limits, [colour for _, colour in outlines], heat is not None))
+        tiles.append(tile(planes, sides, limits, known, heat is not None))
     height = max(len(each) for each in tiles)
     picture = np.concatenate([np.pad(each, ((height - len(each), 0), (0, 2))) for each in tiles], 1)
     file, image = io.BytesIO(), Image.fromarray(picture)
@@ -52,10 +54,11 @@ def thumbnail(image, affine, outlines=(), heat=None):
     return file.getvalue()
 
 
-def tile(planes, sides, limits, colours, has_heat):
+def tile(planes, sides, limits, known, has_heat):
     """One slice as palette indices, at most SIDE along its longer side, with square pixels.
 
-    planes: the image, its label maps and, if `has_heat`, the heat, 2D each. sides: of a voxel, in mm.
+    planes: the image, its label maps and, if `has_heat`, the heat, 2D each. sides: of a voxel, in mm. known: (number of
+    one of COLOURS or None, labels) of each label map.
     """
     extent = np.array(planes[0].shape) * sides
     size = np.maximum(1, np.rint(SIDE * extent / extent.max()).astype(int))
@@ -69,8 +72,8 @@ def tile(planes, sides, limits, colours, has_heat):
         row = np.where(step > 0, step, STEPS - step) - 1
         tinted = GREYS + len(COLOURS) + row * SHADES + np.rint((SHADES - 1) * grey)
         picture = np.where(step != 0, tinted, picture).astype(np.uint8)
-    for label, colour in zip(rest, colours):
-        for number, value in enumerate(np.unique(label[label != 0])):
+    for label, (colour, values) in zip(rest, known):
+        for number, value in enumerate(values):
             inside = np.pad(label == value, 1)
             edge = inside & ~ndimage.binary_erosion(inside)
             picture[edge[1:-1, 1:-1]] = GREYS + (number if colour is None else colour) % len(COLOURS)

@@ -24,7 +24,7 @@ from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
-from Inference import augment_report
+from Inference import augment_report, results
 from Inference.augmentation import augment, deform, measure, place, training_grid
 from Inference.labels import apply_label
 from Inference.load_model import load_model
@@ -256,13 +256,18 @@ def test_the_function_gives_what_the_script_writes(copies, tmp_path):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype, value, modes", [
-    (np.int32, 2 ** 31 - 1, ("bilinear", "smooth", "nearest")),
+    (np.int32, 2 ** 31 - 1, ("bilinear", "smooth", "nearest")), (np.int64, 2 ** 63 - 1, ("smooth", "nearest")),
     (np.uint32, 2 ** 32 - 1, ("bilinear", "smooth", "nearest")), (np.float16, 3, ("smooth", "nearest"))])
 def test_the_largest_numbers_and_labels_of_half_precision_stay_under_a_field_of_zeros(dtype, value, modes):
     array = np.array([[0, value, 1], [value, 1, 0]], dtype)
     for mode in modes:
         still = deform(array, np.zeros((2, 2, 3), np.float32), mode)
         assert still.dtype == dtype and np.array_equal(still, array), mode
+
+
+def test_numbers_of_64_bits_at_their_limit_do_not_turn_negative():
+    still = deform(np.full((2, 3), 2 ** 63 - 1), np.zeros((2, 2, 3), np.float32), "bilinear")
+    assert (still > 2 ** 63 - 2 ** 11).all()
 
 
 def test_slices(tmp_path, capsys):
@@ -550,6 +555,28 @@ def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkey
     capsys.readouterr()
     assert run(*words) == 43
     assert "has draws with target" in capsys.readouterr().err
+
+
+def test_one_file_has_the_subject_that_a_data_set_would_give_it(tmp_path):
+    for name, subject in (("sub-01_T1w", "sub-01"), ("case_7_t1", "case_7"), ("b_001", "b_001")):
+        write_volume(tmp_path / f"{name}.nii.gz", np.ones((4, 5, 6), np.float32), np.eye(4))
+        assert OM_augment.read_one(tmp_path / f"{name}.nii.gz", 3)["subject"] == subject
+
+
+def test_a_file_that_may_not_be_read_costs_the_other_volumes_nothing(data, capsys, monkeypatch):
+    """As root reads everything, the refusal of the system is made up."""
+    locked, digest = data / "data/imagesTr/s_002.nii.gz", results.digest
+
+    def refuse(path):
+        if path == locked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return digest(path)
+
+    monkeypatch.setattr(results, "digest", refuse)
+    for draws in (1, 2):
+        run("--data", data / "data", *WORDS, "--out", data / "out", "--draws", draws)
+        assert (data / f"out/imagesTr/s_001_draw{draws - 1:02d}.nii.gz").is_file()
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -204,13 +204,17 @@ def test_frames_that_could_not_be_aligned_do_not_count_in_the_mean(tmp_path):
     np.testing.assert_array_equal(found, np.full((2, 3, 4), 2.0))
 
 
-@pytest.mark.parametrize("suffix", [".nii.gz", ".mgz"])
-def test_a_bad_frame_is_empty_and_all_keep_their_numbers_and_the_unit_of_time(tmp_path, suffix, monkeypatch, capsys):
+@pytest.mark.parametrize("suffix, dot, reason", [
+    (".nii.gz", 0, "{}, frame 1: every voxel is 0"),
+    (".mgz", 1, "the moving volume shows something in a single plane only")])
+def test_a_bad_frame_is_empty_and_all_keep_their_numbers_and_the_unit_of_time(tmp_path, suffix, dot, reason,
+                                                                              monkeypatch, capsys):
     shown = []
     monkeypatch.setattr(motion, "BLOCK", 3)
     monkeypatch.setattr(motion, "thumbnail", lambda image, affine: shown.append(image) or b"")
     frames, header = np.stack([make_subject(0, (12, 13, 11))["image"]] * 4, -1), nibabel.Nifti1Header()
     frames[..., 1] = 0
+    frames[5, 5, 5, 1] = dot
     header.set_data_shape(frames.shape)
     header.set_zooms([2, 2, 2, 1500])
     header.set_xyzt_units("mm", "msec")
@@ -220,7 +224,7 @@ def test_a_bad_frame_is_empty_and_all_keep_their_numbers_and_the_unit_of_time(tm
     nibabel.save(image, tmp_path / "bold.mgz")
     assert run("motion", "--series", tmp_path / f"bold{suffix}", "--reference", "0", "--device", "cpu", "--out",
                tmp_path / "out") == 0
-    said = f"frames_00000: frame 1: {tmp_path}/bold{suffix}, frame 1: every voxel is 0"
+    said = "frames_00000: frame 1: " + reason.format(tmp_path / f"bold{suffix}")
     assert said.replace(": frame", ": failed, frame", 1) in capsys.readouterr().err
     assert said in (tmp_path / "out/motion.html").read_text()
     rows = table(tmp_path / "out/motion.tsv")
@@ -240,6 +244,16 @@ def test_a_bad_frame_is_empty_and_all_keep_their_numbers_and_the_unit_of_time(tm
     blocks[1]["frames"][0]["frame"] = 6  # as after a block that failed as a whole
     left = motion.join(tmp_path / "out", blocks, tmp_path / f"bold{suffix}", frames.shape, AFFINE)
     assert [row["framewise_displacement"] for row in left] == [None] * 4
+
+
+def test_a_negative_time_of_a_frame_is_written_as_a_positive_one(tmp_path):
+    path = tmp_path / "bold.nii"
+    write_volume(path, np.stack([make_subject(0, (12, 13, 11))["image"]] * 2, -1), AFFINE)
+    content = bytearray(path.read_bytes())
+    content[76 + 4 * 4:76 + 4 * 5] = np.float32(-2).tobytes()  # pixdim[4]
+    path.write_bytes(content)
+    assert run("motion", "--series", path, "--device", "cpu", "--out", tmp_path / "out") == 0
+    assert open_nifti(tmp_path / "out/aligned.nii.gz").header.get_zooms()[3] == 2
 
 
 @pytest.mark.parametrize("name, said", [("bold.nii.gz", "truncated or corrupt"),

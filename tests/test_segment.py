@@ -121,7 +121,7 @@ def test_the_unit_of_the_intensities_does_not_matter(noise):
 
 def item(folder, name, subject, content=b"x"):
     (folder / f"{name}.nii.gz").write_bytes(content)
-    return {"id": name, "image": folder / f"{name}.nii.gz", "label": None, "subject": subject}
+    return {"id": name, "image": folder / f"{name}.nii.gz", "label": None, "subject": subject, "digests": {}}
 
 
 def test_a_copy_never_votes_and_another_scan_of_the_subject_only_on_request(tmp_path, monkeypatch):
@@ -129,15 +129,15 @@ def test_a_copy_never_votes_and_another_scan_of_the_subject_only_on_request(tmp_
     atlases = [image, item(tmp_path, "copy", "copy", b"one"), item(tmp_path, "sub-01_ses-2", "sub-01", b"two"),
                item(tmp_path, "sub-02", "sub-02", b"thr")]
     of_it = voters(image, atlases, same_subject=False)
-    assert of_it["candidates"] == ["sub-02"] and len(of_it["said"]) == 2
+    assert [*of_it["candidates"]] == ["sub-02"] and len(of_it["said"]) == 2
     assert "copy is a copy of it" in of_it["said"][0] and "same subject, sub-01" in of_it["said"][1]
-    assert voters(image, atlases, same_subject=True)["candidates"] == ["sub-01_ses-2", "sub-02"]
+    assert [*voters(image, atlases, same_subject=True)["candidates"]] == ["sub-01_ses-2", "sub-02"]
 
     def forbid(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("Dataloader.formats.digest", forbid)  # one that may not be read only loses its own vote, later
-    assert voters(image, [item(tmp_path, "locked", "locked", b"lck")], False)["candidates"] == ["locked"]
+    assert [*voters(image, [item(tmp_path, "locked", "locked", b"lck")], False)["candidates"]] == ["locked"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,6 +277,11 @@ def test_broken_atlases_and_labels_on_another_grid_are_named_and_only_what_is_mi
     assert OM_study.main([*words, "--strict"]) == 43
     assert "error: s_2 is left out" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in before} == before
+    shutil.copy(tmp_path / "new/s_1.nii.gz", tmp_path / "atlases/broken.nii.gz")  # mended, and now the most similar one
+    write_volume(tmp_path / "atlases/broken.nii.gz", make_subject(1, (16, 17), dims=2)["image"] * 2, AFFINE)
+    assert OM_study.main(words) == 0 and "keeping" not in capsys.readouterr().err.replace("ranking: keeping", "")
+    [row] = json.loads(results.read_text())["pairs"]
+    assert row["taken"] == ["broken"]
 
 
 @pytest.fixture(scope="module")
@@ -335,9 +340,11 @@ def test_a_thumbnail_is_a_png_with_outlines_and_doubt():
     label[5:15, 5:15] = 1
     png = thumbnail(image, np.diag([1, 1, 1, 1.0]), [(label, 1)], np.ones((20, 20), np.float32))
     assert png.startswith(b"\x89PNG") and len(png) < 20_000
-    picture = tile([image, label], np.ones(2), (0, 1), [1], False)
+    picture = tile([image, label], np.ones(2), (0, 1), [(1, [1])], False)
     assert picture.shape == (120, 120) and (picture == GREYS + 1).sum() == 4 * 59  # a square of 60, one pixel wide
     assert palette().shape == (256, 3) and palette()[GREYS + 1].tolist() == list(COLOURS[1])
+    apart = tile([image, 7 * label], np.ones(2), (0, 1), [(None, [2, 7])], False)  # a slice that only one label reaches
+    assert set(np.unique(apart[apart >= GREYS])) == {GREYS + 1}
     grown = tile([image, np.where(image < 0.5, -1.0, 1.0)], np.ones(2), (0, 1), [], True)
     (red, _, no_blue), (no_red, _, blue) = palette()[[grown[0, -1], grown[-1, 0]]].astype(int)
     assert red > no_blue + 100 and blue > no_red + 100
