@@ -26,7 +26,7 @@ from Runtime import watchdog
 from Runtime.config import MODEL_KEYS
 from Runtime.device import synchronize
 from Runtime.errors import InputError
-from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file, write_flushed
+from Runtime.files import is_passing, listed, partial_path, patiently, replace, sha256, write_file, write_flushed
 from Runtime.manifest import LOST, damage, newest_first, read_manifest, standing
 from Runtime.run_lock import assert_held
 
@@ -132,7 +132,8 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
     Raises InputError if there are checkpoints and none verifies: a run never silently starts over. Raises OSError if
     some could not be read, since they may be intact.
     """
-    files = _checkpoint_files(run)  # first: a run that is being trained names a file in the manifest before it appears
+    # First: a run that is being trained names a file in the manifest before it appears.
+    files = patiently(lambda: _checkpoint_files(run), patience_s, run)
     manifest = patiently(lambda: _manifest(run, warn), patience_s, run / "manifest.json")
     entries = manifest["checkpoints"]
     unlisted = [relative for relative in files if relative not in entries and (run / relative).exists()]
@@ -424,7 +425,7 @@ def _reason(error):
 
 def _checkpoint_files(run):
     """Relative paths of all checkpoint files, in the manifest or not."""
-    paths = [*run.glob("*.pth"), *run.glob("tmp/*.pth")]
+    paths = [path for path in (*listed(run), *listed(run / "tmp")) if path.name.endswith(".pth")]
     return sorted(path.relative_to(run).as_posix() for path in paths)
 
 

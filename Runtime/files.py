@@ -56,6 +56,17 @@ def is_there(path):
     return True
 
 
+def listed(folder):
+    """Paths of what a folder holds, sorted; [] if there is no such folder.
+
+    Raises OSError if the file system does not respond: from Python 3.12 on, Path.glob then finds nothing.
+    """
+    try:
+        return sorted(Path(folder, name) for name in os.listdir(folder))
+    except FileNotFoundError:
+        return []
+
+
 def no_name_twice(pairs):
     """A JSON object as a dict, for object_pairs_hook. Raises ValueError for a duplicate name; json keeps the last."""
     if twice := first_repeated(name for name, _ in pairs):

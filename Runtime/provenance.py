@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from Runtime.config import save_config
-from Runtime.files import write_file
+from Runtime.files import listed, write_file
 
 # Environment variables that drivers, communication libraries and torch read.
 SETTINGS = re.compile("(NCCL|RCCL|CCL|GLOO|UCX|FI|I_MPI|MPICH|MIOPEN|HSA|HIP|ROCR|CUDA|ZE|ONEAPI|SYCL|NEO|TORCH|"
@@ -48,7 +48,7 @@ def save_launch(run, cfg, step, modes):
     step: the step at which this launch starts. modes: of the training, see `described`.
     """
     launches = run / "launches"
-    numbers = [int(path.name) for path in launches.glob("*") if re.fullmatch(r"\d+", path.name)]
+    numbers = [int(path.name) for path in listed(launches) if re.fullmatch(r"\d+", path.name)]
     folder = launches / f"{max(numbers, default=-1) + 1:04d}"
     folder.mkdir(parents=True)
     save_config(cfg, folder / "config.yaml")

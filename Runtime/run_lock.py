@@ -20,7 +20,7 @@ from pathlib import Path
 
 from Runtime.config import PATHS, load_config
 from Runtime.errors import InputError
-from Runtime.files import is_alive, patiently, read_lines, write_file
+from Runtime.files import is_alive, is_there, listed, patiently, read_lines, write_file
 
 STALE_S = 3600.0  # for tool outputs: a lock of another machine untouched for this long belongs to a dead process
 CLAIM_S = 30.0  # longer than reading and writing a lock ever takes
@@ -37,7 +37,7 @@ def generations(cfg):
     """Folders of the runs of a config's name, newest first: {number: `<run.models>/<data>_<net>`, `...-2`, `...-3`}."""
     name = f"{cfg['data.name']}_{cfg['model.name']}"
     matches = [(re.fullmatch(re.escape(name) + r"(?:-([1-9]\d*))?", path.name), path)
-               for path in Path(cfg["run.models"]).glob("*")]
+               for path in listed(cfg["run.models"])]
     return dict(sorted(((int(match[1] or 1), path) for match, path in matches if match), reverse=True))
 
 
@@ -63,10 +63,15 @@ def run_folder(cfg, fresh=False):
     return run
 
 
+def launch_configs(run):
+    """Paths of the configs of a run's launches, oldest first. Raises OSError if the file system does not respond."""
+    return [path for path in (folder / "config.yaml" for folder in listed(run / "launches")) if is_there(path)]
+
+
 def has_settings(run, cfg):
     """Whether a run was last trained with the settings of a config, or never trained. How and where it runs and where
     its data are may differ."""
-    files = sorted(run.glob("launches/*/config.yaml"))
+    files = launch_configs(run)
     try:
         trained = load_config(files[-1]) if files else cfg
     except InputError:  # of another version

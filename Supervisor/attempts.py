@@ -27,11 +27,12 @@ from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import append_line, is_passing, is_there, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import durable, durable_step, trust_again
-from Runtime.run_lock import TakenOver, generations, hold, lock, run_folder, slurm_job, touch, unlock
+from Runtime.run_lock import TakenOver, generations, hold, launch_configs, lock, run_folder, slurm_job, touch, unlock
 from Supervisor.verdict import STARTING, judge, read_rank, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # the loop stops after this many without a new durable step
 COMMAND_S = 60.0  # time limit of the user's command (run.notify)
+NOTIFY_S = 15.0  # for a file system that does not respond when that command is looked up
 PATIENCE_S = 600.0  # for a file system that does not respond, until run.patience_s is read from the config
 SILENT = ("vanished", "frozen", "never started", "a rank did not arrive")  # causes that may lie with a node
 
@@ -123,12 +124,15 @@ def notify_end(run, line):
     sh gets OMNIMORPH_RUN, OMNIMORPH_SUBJECT and OMNIMORPH_MESSAGE. A command that fails or takes longer than COMMAND_S
     is only reported on standard error.
     """
-    configs = sorted(run.glob("launches/*/config.yaml"))
-    if line["decision"] not in ("done", "stop") or not configs:
+    if line["decision"] not in ("done", "stop"):
         return
     try:
-        command = flatten(yaml.safe_load(configs[-1].read_text()), configs[-1]).get("run.notify")
-    except (OSError, ValueError, yaml.YAMLError):  # a machine died while it was written
+        configs = patiently(lambda: launch_configs(run), NOTIFY_S, run)
+        command = configs and flatten(yaml.safe_load(configs[-1].read_text()), configs[-1]).get("run.notify")
+    except (ValueError, yaml.YAMLError):  # a machine died while it was written
+        return
+    except OSError as error:
+        print(f"run.notify is not called: {run / 'launches'}: {error.strerror or error}", file=sys.stderr, flush=True)
         return
     if not command:
         return

@@ -1,4 +1,6 @@
 """The run folder and its lock, with real processes holding it, dying and starting at the same moment."""
+import errno
+import functools
 import json
 import os
 import socket
@@ -378,6 +380,29 @@ def test_runs_continue_the_newest_generation_and_fresh_makes_the_next(tmp_path):
     assert run.name == "brain_net-10" and (run / "tmp").is_dir()
     assert run_folder(cfg, fresh=True).name == "brain_net-11"
     assert run_folder({**cfg, "data.name": "brain."}).name == "brain._net"
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatch, number):
+    """Else --fresh would continue the first run, whose folder is there, and a requeued job would start a new one."""
+    for name in ("brain_net", "brain_net-2", "brain_net-3"):
+        (tmp_path / name).mkdir()
+    cfg = {"run.models": tmp_path, "data.name": "brain", "model.name": "net"}
+    faults = [OSError(number, os.strerror(number), str(tmp_path))]
+
+    def fail_once(real, *args):
+        if faults:
+            raise faults.pop()
+        return real(*args)
+
+    for name in ("listdir", "scandir"):  # whichever is used
+        monkeypatch.setattr(os, name, functools.partial(fail_once, getattr(os, name)))
+    if is_passing(faults[0]):
+        assert patiently(lambda: run_folder(cfg, fresh=True), 5, tmp_path).name == "brain_net-4"
+    else:
+        with pytest.raises(PermissionError, match=str(tmp_path)):
+            run_folder(cfg, fresh=True)
+    assert not faults
 
 
 def test_of_several_generations_that_with_the_settings_of_the_command_is_continued(tmp_path, capsys):
