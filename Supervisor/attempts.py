@@ -278,7 +278,7 @@ def launcher_begin(argv):
     step, nodes, tasks = patiently(lambda: share_out(run, cfg, args.nodes, args.tasks, args.of), patience, run)
     lines = patiently(lambda: history(run), patience, run)
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == token]
-    step_back = ends[-1]["sentence"] if ends and ends[-1]["decision"] == "step back" else ""
+    step_back = pending_step_back(run, ends)
     attempt = patiently(lambda: begin(run, token, nodes * tasks), patience, run)
     variables = {"OMNIMORPH_RUN": str(run), "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,
                  "OMNIMORPH_STEP": json.dumps(step), "NODE_COUNT": nodes, "TASKS_PER_NODE": tasks,
@@ -291,6 +291,19 @@ def launcher_begin(argv):
                  "GRACE": math.ceil(cfg["run.grace_s"]), "START_SECONDS": math.ceil(cfg["run.deadline_first_s"]),
                  "LINGER": math.ceil(max(floor, 10)), "LEAVE_SECONDS": math.ceil(max(3 * floor, 10))}
     print(json.dumps(variables))
+
+
+def pending_step_back(run, ends):
+    """The sentence of the last decision to step back, "" unless the next attempt has to do so.
+
+    Attempts since then that ended before they read a checkpoint, such as refused ones, have not done so.
+    ends: of one loop, from attempts.jsonl.
+    """
+    since = list(itertools.takewhile(lambda line: line["decision"] != "step back", reversed(ends)))
+    if len(since) == len(ends) or any(line["signature"][2] not in STARTING for line in since):
+        return ""
+    back = ends[-1 - len(since)]
+    return back["sentence"] if durable_step(run) == back["durable"] else ""
 
 
 def take_folder(cfg, fresh, launcher_pid):

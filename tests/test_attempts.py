@@ -329,6 +329,30 @@ def test_rounds_through_the_command_line(tmp_path):
     assert call("unlock", **mine).returncode == 0 and not (run / "lock.json").exists()
 
 
+def test_a_step_back_is_not_lost_if_the_next_start_is_refused(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "Models/demo_om_net"
+
+    def one_more(event, code, **more):
+        assert attempts.main(list(map(str, begin_words(tmp_path)))) is None
+        for name, value in own(found := taken(capsys.readouterr().out)).items():
+            monkeypatch.setenv(name, value)
+        if not (run / "manifest.json").exists():
+            durable(run, 8, 12, 16)
+        write_rank(run, 0, event, attempt=int(found["OMNIMORPH_ATTEMPT"]), exit={"code": code}, **more)
+        attempts.main(["end", str(code)])
+        return found["OMNIMORPH_STEP_BACK"], history(run)[-1]["decision"]
+
+    refused = {"event": "refused", "error": "data.root: no such folder", "phase": "data set"}
+    assert one_more(died("ValueError: x"), 1) == ("", "continue")
+    assert one_more(died("ValueError: x"), 1) == ("", "step back")
+    back = history(run)[-1]["sentence"]
+    assert one_more(refused, 43, phase="data set") == (back, "continue")
+    assert one_more(died("OSError: y"), 1, phase="join") == (back, "continue"), "none of them has read a checkpoint"
+    mark(run, 16, back)  # as an attempt does that then dies
+    assert one_more(died("ValueError: x"), 1) == ("", "stop")
+    assert "the same death from step 12 too" in history(run)[-1]["sentence"]
+
+
 def test_a_start_of_a_job_has_gained_something_once_it_has_saved_a_step(tmp_path):
     """What an earlier start has saved does not count: else a job with too little time is put back for ever."""
     mine = own(taken(call(*begin_words(tmp_path)).stdout))
