@@ -408,12 +408,14 @@ def main(argv):
         passes = argv[:1] == ["begin"] and unattended and not isinstance(error, TakenOver)
         return 1 if passes else STOP
     except OSError as error:
-        what = f"error: {error.filename or 'the run'}: {error.strerror or error}"
+        what = f"{error.filename or 'the run'}: {error.strerror or error}"
         if is_passing(error):
-            print(f"{what}, and that did not pass: make room, or wait until it answers, then start the same command "
-                  "again.", file=sys.stderr)
+            what += ", and that did not pass: make room, or wait until it answers, then start the same command again."
+            print(f"error: {what}", file=sys.stderr)
+            if argv[0] == "end":  # the launcher takes a stop after a round as told
+                launcher_tell([what])
             return STOP
-        print(f"{what}: name another folder (run.models), or have this one's rights corrected.", file=sys.stderr)
+        print(f"error: {what}: name another folder (run.models), or have this one's rights corrected.", file=sys.stderr)
         return 1 if "OMNIMORPH_TOKEN" in os.environ else STOP
 
 

@@ -478,7 +478,14 @@ def test_a_full_disk_under_the_launcher_is_waited_for_and_then_one_sentence(tmp_
     full[:] = [True]
     assert attempts.main(["end", "1"]) == 1
     assert (said + capsys.readouterr().err).count("No space left on device; tried again for up to 30") == 2
-    assert [line["event"] for line in history(tmp_path / "Models/demo_om_net")] == ["begin", "end"]
+    run = tmp_path / "Models/demo_om_net"
+    assert [line["event"] for line in history(run)] == ["begin", "end"]
+    (run / "launches/0000").mkdir(parents=True)
+    (run / "launches/0000/config.yaml").write_text(f"run:\n  notify: echo $OMNIMORPH_MESSAGE >> {tmp_path}/told\n")
+    monkeypatch.setenv("OMNIMORPH_PATIENCE_S", "0")
+    full[:] = [True]
+    assert attempts.main(["end", "1"]) == 43
+    assert "attempts.jsonl: No space left on device, and that did not pass" in (tmp_path / "told").read_text()
 
 
 def test_errors_of_the_command_line_are_sentences(tmp_path):
