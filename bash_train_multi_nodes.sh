@@ -226,9 +226,8 @@ require ranks "$log"
 echo "settings (Config/cluster/$CLUSTER.env and what was set before):"
 "${INTERPRETER[@]}" -m Runtime.provenance
 
-again=""
-[[ -n $UNDER_SLURM && $asked != *" --no-preflight"* ]] && again=1
-[[ -n $again || $asked == *" --preflight"* ]] && require preflight "${words[@]}"
+[[ -n $UNDER_SLURM && $asked != *" --no-preflight"* || $asked == *" --preflight"* ]] &&
+    require preflight "${words[@]}"
 [[ $asked == *" --preflight"* ]] && finish 0 "the preflight passed"
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,5 +282,5 @@ for ((ROUND = 0; ; ROUND++)); do
     [[ -n $LEAVING ]] && finish 42 "left by $LEAVING; $AGAIN continues the run"
     ((ROUND + 1 >= MAX_ROUNDS)) && finish 43 "stopped after $MAX_ROUNDS rounds (run.max_rounds)"
     nap "$pause"
-    [[ -n $again && $decision == 1 ]] && require again "${words[@]}"
+    [[ -n $UNDER_SLURM && $decision == 1 ]] && require again "${words[@]}"
 done

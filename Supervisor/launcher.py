@@ -337,7 +337,10 @@ def end(words):
 
 
 def again(words):
-    """Check the nodes after a death if a rank fell silent (its node may be lost) or a node has had a second death."""
+    """Check the nodes after a death if a rank fell silent (its node may be lost) or a node has had a second death.
+
+    With --no-preflight, nodes on which no task can be started are left out all the same.
+    """
     try:
         with open(os.path.join(os.environ["OMNIMORPH_RUN"], "verdict.json")) as file:
             suspect = json.load(file).get("check_nodes")
@@ -345,7 +348,8 @@ def again(words):
         suspect = False
     if suspect:
         answer(**scheduler.choose_nodes(patience(), excluded()))
-        preflight(words)
+        if "--no-preflight" not in words:
+            preflight(words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from Runtime.errors import InputError
 from Runtime.run_lock import lock
 from Supervisor.attempts import read_lines
 from tests.faults.common import SCALED, ends, final_weights, launch, run_of, steps_done, until, wait
+from tests.slurm.cluster import daemon
 from tests.tiny import ROOT, arguments, launcher_environment, make_data
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -389,10 +390,11 @@ def test_a_node_without_a_device_is_left_out(slurm, checkout, place, short):
     assert final_weights(folder) == short
 
 
-def test_a_node_that_dies_is_left_out(slurm, checkout, place, short):
+@pytest.mark.parametrize("preflights, more", [(2, []), (0, ["--no-preflight"])])
+def test_a_node_that_dies_is_left_out(slurm, checkout, place, short, preflights, more):
     """The first round, of four ranks, has fixed the step; two ranks go on with the same samples, to the same bits."""
-    folder = prepared(place, "node")
-    job = submit(slurm, checkout, options(folder, data__global_batchsize=0), "--nodelist=n3,n4")
+    folder = prepared(place, f"node{preflights}")
+    job = submit(slurm, checkout, options(folder, *more, data__global_batchsize=0), "--nodelist=n3,n4")
     until(lambda: steps_done(folder) >= 9, 300)
     assert read_lines(run_of(folder) / "rank2.jsonl")[0]["node"] == "n4"
     for path in Path("/proc").glob("[0-9]*"):  # the whole node at once: its daemon, its steps, its ranks
@@ -404,11 +406,13 @@ def test_a_node_that_dies_is_left_out(slurm, checkout, place, short):
         if ours and (b"SLURMD_NODENAME=n4" in variables or words[-3:-1] == [b"-N", b"n4"]):
             os.kill(int(path.name), signal.SIGKILL)
     until(lambda: is_over(slurm, job), 400)
+    daemon(Path(slurm["SLURM_CONF"]).parent, "slurmd", "-N", "n4")  # the node is back for the next test
     text = printed(checkout, job)
     assert state(slurm, job)[0] == "COMPLETED", text
     # "frozen" where the deadline of the others comes before the end of their connections: its words are of a node too.
     assert ends(folder)[0]["cause"] in ("vanished", "frozen") and ends(folder)[0]["verdict"]["host"] == "n4", text
     assert "left out, since no task can be started there: n4" in text and final_weights(folder) == short
+    assert text.count("preflight of ") == preflights
     assert "2 of 4 ranks (1 x 2) do the whole step of 4 samples, 2 batches each" in text
     assert json.loads((run_of(folder) / "step.json").read_text()) == {"samples": 4, "pairs": 4, "ranks": 4}
 
