@@ -54,10 +54,19 @@ def there(folder, path):
 def answer(**variables):
     """Set variables here and in the shell that started this command."""
     for name, value in variables.items():
-        os.environ[name] = " ".join(str(value).splitlines())
+        os.environ[name] = native(" ".join(str(value).splitlines()))
         # As bytes: in the locale C, Python 3.6 cannot print the name of a folder that is not ASCII.
         sys.stdout.buffer.write(os.fsencode("%s=%s\n" % (name, os.environ[name])))
     sys.stdout.flush()
+
+
+def native(text):
+    """A text of another Python, which read names as UTF-8, as this Python reads them: as ASCII in 3.6 and locale C."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        text = os.fsdecode(text.encode("utf-8", "surrogateescape"))
+    return text
 
 
 def attempts(*words):

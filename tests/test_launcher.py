@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -322,6 +323,15 @@ def test_what_runs_beside_slurm_needs_an_old_python_and_no_packages(name):
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported <= {"functools", "json", "math", "os", "shutil", "signal", "socket", "subprocess", "sys", "time",
                         "Supervisor", "Supervisor.processes", "Supervisor.scheduler"}
+
+
+def test_a_name_that_is_not_ascii_passes_an_old_python_in_the_locale_c():
+    """There it reads names as ASCII, and the Python of the training as UTF-8."""
+    name = b"Models/K\xc3\xb6pfe_\xff"  # as the file system has it; the last byte is no UTF-8
+    call = f"from Supervisor import launcher; launcher.answer(OMNIMORPH_RUN={ascii(os.fsdecode(name))})"
+    done = subprocess.run([sys.executable, "-X", "utf8=0", "-c", call], cwd=ROOT, capture_output=True, timeout=60,
+                          env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"})
+    assert (done.returncode, done.stdout) == (0, b"OMNIMORPH_RUN=" + name + b"\n"), done.stderr.decode()
 
 
 def test_an_srun_whose_step_does_not_begin_ends_with_its_round(tmp_path, monkeypatch):
