@@ -12,7 +12,6 @@ import Runtime.unix  # noqa: F401  first: an outdated Python, or Windows, stops 
 import argparse
 import contextlib
 import math
-import multiprocessing
 import os
 import random
 import shutil
@@ -31,7 +30,7 @@ from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError, parse_options, run_program
 from Runtime.files import csv_text
-from Runtime.workers import run_tasks
+from Runtime.workers import run_tasks, shared_counter
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 WORKER = {"counter": None}  # in each worker: number of volumes done, shared with the main process
@@ -77,7 +76,7 @@ def make_groups(folder, groups, cfg, workers, before):
     groups: {number of the part: items}. before: number of volumes already prepared, for the progress bar.
     Returns: {number: record}. Raises InputError if a worker was killed.
     """
-    counter = multiprocessing.get_context("spawn").Value("q", 0)
+    counter = shared_counter(folder)
     tasks = [(folder, number, items, cfg, count_one) for number, items in groups.items()]
     left = sum(map(len, groups.values()))
     with tqdm(total=before + left, initial=before, desc=f"preparing {folder}", unit="vol") as bar:

@@ -1,5 +1,7 @@
 """Tasks on several processes of one machine. The processes never outlive the one that started them. Needs no torch."""
 import concurrent.futures
+import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -23,7 +25,9 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
     """
     processes = min(workers, len(tasks), MOST_ON_WINDOWS if os.name == "nt" else workers)
     context = multiprocessing.get_context("spawn")
-    pool, waiting = concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (begin, arguments)), {}
+    with needs_shm(what):
+        pool = concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (begin, arguments))
+    waiting = {}
     try:
         waiting = {pool.submit(function, *task): task for task in tasks}
         while waiting:
@@ -41,6 +45,24 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
         for process in list((pool._processes or {}).values()) if waiting else ():
             process.kill()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def shared_counter(what):
+    """A number that processes share, 0 at first. what: beginning of the error, such as the results folder."""
+    with needs_shm(what):
+        return multiprocessing.get_context("spawn").Value("q", 0)
+
+
+@contextlib.contextmanager
+def needs_shm(what):
+    """Around what makes semaphores, which Linux keeps in /dev/shm: an error is not one of the results folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise InputError(f"{what}: no worker processes can be started ({error.strerror}); they need /dev/shm, a "
+                         "writable folder in memory with free space: mount a tmpfs there.") from error
 
 
 def _begin(begin, arguments):

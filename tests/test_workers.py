@@ -1,5 +1,6 @@
 """Runtime/workers.py: results, the death of a worker, the death of the parent."""
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +61,17 @@ def test_a_worker_that_dies_or_lacks_memory_is_one_sentence(function):
 def test_what_a_task_raises_is_raised_here():
     with pytest.raises(InputError, match="7: not this one"):
         list(run_tasks(refuse, [(7,)], 3, "out"))
+
+
+@pytest.mark.parametrize("call", ["from Runtime.workers import run_tasks; list(run_tasks(len, [('a',)], 1, 'out'))",
+                                  "import OM_prepare; OM_prepare.make_groups('out', {0: ['a']}, {}, 1, 0)"])
+def test_without_shared_memory_it_and_not_the_results_is_blamed(call):
+    hidden = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*hidden, "true"], capture_output=True).returncode:
+        pytest.skip("this user cannot hide /dev/shm from a process")
+    done = subprocess.run([*hidden, sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "InputError: out: no worker processes can be started (Read-only file system); they need /dev/shm" in \
+        done.stderr, done.stderr
 
 
 def test_no_worker_outlives_its_killed_parent(tmp_path):
