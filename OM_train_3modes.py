@@ -185,7 +185,7 @@ def set_up(cfg, args, ranks, folder):
     require_same_everywhere(ranks, data)
     newest = training_state.newest_checkpoint(folder, ranks)
     if (newest and args.init_from and os.environ.get("OMNIMORPH_ROUND", "0") == "0"
-            and not began_with(folder, args.init_from)):  # else the command of the run's first launch, given again
+            and not began_with(folder, args.init_from)):  # else the command that began the run, given again
         raise InputError(f"--init-from: {folder} has checkpoints already; leave --init-from out to continue that "
                          f"run, or add --fresh to start a new one from {args.init_from}.")
     if cfg["model.structures"] and not cfg["loss.segment"] and not newest and not args.init_from:

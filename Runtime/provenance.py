@@ -15,6 +15,7 @@ from pathlib import Path
 
 from Runtime.config import save_config
 from Runtime.files import listed, write_file
+from Runtime.run_lock import launch_files
 
 # Environment variables that drivers, communication libraries and torch read.
 SETTINGS = re.compile("(NCCL|RCCL|CCL|GLOO|UCX|FI|I_MPI|MPICH|MIOPEN|HSA|HIP|ROCR|CUDA|ZE|ONEAPI|SYCL|NEO|TORCH|"
@@ -69,9 +70,13 @@ def save_launch(run, cfg, step, modes):
 
 
 def began_with(run, source):
-    """Whether the first launch of a run was given --init-from `source`."""
+    """Whether the launch of a run that made its first steps was given --init-from `source`.
+
+    It is the last one that started at step 0: those before it ended without a checkpoint.
+    """
     try:
-        words = json.loads((run / "launches/0000/launch.json").read_text())["command"]
+        launches = [json.loads(path.read_text()) for path in launch_files(run, "launch.json")]
+        words = [launch["command"] for launch in launches if launch["step"] == 0][-1]
     except (OSError, ValueError, LookupError):
         return False
     return source in words or f"--init-from={source}" in words

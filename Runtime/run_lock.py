@@ -63,15 +63,15 @@ def run_folder(cfg, fresh=False):
     return run
 
 
-def launch_configs(run):
-    """Paths of the configs of a run's launches, oldest first. Raises OSError if the file system does not respond."""
-    return [path for path in (folder / "config.yaml" for folder in listed(run / "launches")) if is_there(path)]
+def launch_files(run, name):
+    """Paths of a file of each launch of a run, oldest first. Raises OSError if the file system does not respond."""
+    return [path for path in (folder / name for folder in listed(run / "launches")) if is_there(path)]
 
 
 def has_settings(run, cfg):
     """Whether a run was last trained with the settings of a config, or never trained. How and where it runs and where
     its data are may differ."""
-    files = launch_configs(run)
+    files = launch_files(run, "config.yaml")
     try:
         trained = load_config(files[-1]) if files else cfg
     except InputError:  # of another version

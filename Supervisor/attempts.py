@@ -27,7 +27,7 @@ from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import append_line, is_passing, is_there, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import durable, durable_step, trust_again
-from Runtime.run_lock import TakenOver, generations, hold, launch_configs, lock, run_folder, slurm_job, touch, unlock
+from Runtime.run_lock import TakenOver, generations, hold, launch_files, lock, run_folder, slurm_job, touch, unlock
 from Supervisor.verdict import STARTING, judge, read_rank, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # the loop stops after this many without a new durable step
@@ -127,7 +127,7 @@ def notify_end(run, line):
     if line["decision"] not in ("done", "stop"):
         return
     try:
-        configs = patiently(lambda: launch_configs(run), NOTIFY_S, run)
+        configs = patiently(lambda: launch_files(run, "config.yaml"), NOTIFY_S, run)
         command = configs and flatten(yaml.safe_load(configs[-1].read_text()), configs[-1]).get("run.notify")
     except (ValueError, yaml.YAMLError):  # a machine died while it was written
         return

@@ -500,13 +500,16 @@ def test_fresh_starts_in_a_new_folder_and_init_from_takes_the_averaged_weights_a
     assert all(torch.allclose(state["model"][name], tensor, atol=1e-9) for name, tensor in averaged.items())
 
 
-def test_the_first_command_of_a_run_continues_it_also_with_init_from(data, tmp_path, whole, monkeypatch, capfd):
+def test_the_command_that_began_a_run_continues_it_also_with_init_from(data, tmp_path, whole, monkeypatch, capfd):
     def command(source):
         words = options(data, tmp_path, "--init-from", source, "--max-steps-before-restart", "1", **QUICK)
         monkeypatch.setattr(sys, "argv", ["OM_train_3modes.py", *map(str, words)])
         return om.main()
 
     source = whole / "Models/demo_om_net/000002_demo_om_net.pth"
+    without = tmp_path / "Models/demo_om_net/launches/0000/launch.json"  # it died before it wrote a checkpoint
+    without.parent.mkdir(parents=True)
+    without.write_text(json.dumps({"step": 0, "command": ["OM_train_3modes.py"]}))
     assert [command(source), command(source)] == [42, 42]
     assert [line["step"] for line in log_lines(tmp_path, "step")] == [0, 1]
     assert command(tmp_path / "other.pth") == 43
