@@ -28,10 +28,5 @@ cd "$root" || exit 43
 # shellcheck source=/dev/null
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
 count_ranks
-said=$(mktemp) || exit 43
-trap 'rm -f "$said"' EXIT
-"${INTERPRETER[@]}" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" tests/diagnose_xpu_leak.py "$@" \
-    | tee "$said"
-code=${PIPESTATUS[0]}  # torch's launcher says 1 for whatever code a rank has
-((code == 0)) || grep -q '^what grows with every iteration: ' "$said" || code=43
-exit "$code"
+conclude "${INTERPRETER[@]}" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" \
+    tests/diagnose_xpu_leak.py "$@"

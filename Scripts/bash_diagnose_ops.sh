@@ -23,4 +23,4 @@ root=$(dirname "${BASH_SOURCE[0]}")/..
 cd "$root" || exit 43
 # shellcheck source=/dev/null
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
-exec "${INTERPRETER[@]}" tests/diagnose_xpu_leak_ops.py "$@"
+conclude "${INTERPRETER[@]}" tests/diagnose_xpu_leak_ops.py "$@"

@@ -13,6 +13,15 @@ count_ranks() {  # RANKS: by default one for each device that torch sees, on a C
     RANKS=${RANKS:-$("${INTERPRETER[@]}" -c "import torch; print(max(torch.accelerator.device_count(), 1))")}
     export OMP_NUM_THREADS=$((OMP_NUM_THREADS > RANKS ? OMP_NUM_THREADS / RANKS : 1))
 }
+conclude() {  # command of a diagnosis: run it and exit with its code, but with 43 if it ended before its verdict
+    local code
+    said=$(mktemp) || exit 43
+    trap 'rm -f "$said"' EXIT
+    "$@" | tee "$said"
+    code=${PIPESTATUS[0]}  # a crash, and torch's launcher for whatever code a rank has, say 1 as a leak does
+    ((code == 0)) || grep -q '^what grows with every iteration: ' "$said" || code=43
+    exit "$code"
+}
 
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 43  # the site's files name others by their place in the repository

@@ -126,13 +126,14 @@ def test_a_log_on_the_disk_has_what_was_said_of_both_operations(tmp_path):
     assert all(word in text for word in ("--only ConvTranspose3d", "--only UpsampleConv", "neither leaks here")), text
 
 
+@pytest.mark.parametrize("script", ["leak", "ops"])
 @pytest.mark.parametrize("said, code, expected", [
     ("what grows with every iteration: it", 1, 1), ("what grows with every iteration: nothing", 0, 0),
     ("error: unrecognized arguments: --wrong", 1, 43)])
-def test_the_leak_script_tells_a_leak_from_what_it_cannot_run(tmp_path, said, code, expected):
-    """torch's launcher says 1 for whatever code a rank has."""
+def test_both_scripts_tell_a_leak_from_what_they_cannot_run(tmp_path, script, said, code, expected):
+    """A traceback says 1 too, and torch's launcher says it for whatever code a rank has."""
     python = stand_in(tmp_path, f'echo "{said}"', f"exit {code}")
-    done = run("bash", ROOT / "Scripts/bash_diagnose_leak.sh", PYTHON=python, RANKS="2")
+    done = run("bash", ROOT / f"Scripts/bash_diagnose_{script}.sh", PYTHON=python, RANKS="2")
     assert done.returncode == expected and said in done.stdout
     with pytest.raises(SystemExit) as refused:
         leaks.parse_arguments("", ["--wrong"])
