@@ -114,7 +114,15 @@ def excluded():
 
 
 def ranks(words):
-    """Check that PYTHON has the packages, count devices and cores of this host. words: the name of the log."""
+    """Check PREFLIGHT_SECONDS, which a site's file may set, and that PYTHON has the packages; count devices and cores
+    of this host. words: the name of the log."""
+    seconds = os.environ["PREFLIGHT_SECONDS"]
+    try:
+        usable = 0 < float(seconds) < math.inf
+    except ValueError:
+        usable = False
+    if not usable:
+        raise Leave(43, "error: PREFLIGHT_SECONDS=%s: give a number of seconds above 0" % seconds)
     code, missing = ask([*interpreter(), "-c", MISSING], 600)
     if code or missing.strip():
         raise Leave(43, "error: %s lacks %s: name the interpreter of the environment with PYTHON=path, or install what "

@@ -281,6 +281,12 @@ def test_a_wrong_number_of_ranks_is_one_sentence(tmp_path, ranks):
     assert f"error: RANKS={ranks}: give the number of processes" in run(tmp_path, 43, ranks=ranks)
 
 
+@pytest.mark.parametrize("seconds", ["1min", "0", "inf"])
+def test_a_wrong_time_limit_of_the_preflight_is_one_sentence(tmp_path, seconds):
+    said = run(tmp_path, 43, PREFLIGHT_SECONDS=seconds)
+    assert f"error: PREFLIGHT_SECONDS={seconds}: give a number of seconds" in said and "Traceback" not in said
+
+
 def test_ranks_of_one_host_in_a_job_of_several_are_refused(tmp_path):
     said = run(tmp_path, 43, ranks=2, SLURM_JOB_ID=f"many-{os.getpid()}", SLURM_NNODES="2")
     assert "has 2 nodes: unset RANKS" in said
