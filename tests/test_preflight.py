@@ -191,6 +191,14 @@ def test_who_is_to_blame_and_what_follows(judge, name):
     assert all(cells[3].startswith(row[3]) for cells, row in zip(failed, wanted or []))
 
 
+@pytest.mark.parametrize("asked, said", [("8", "whole step. memory"), ("", "whole step (1 x 2 of them, more cannot")])
+def test_after_a_second_exclusion_the_step_is_that_of_the_ranks_asked_for(judge, monkeypatch, asked, said):
+    """Four ranks share the 8 batches of 8 ranks, whose last node is gone already, but not the 6 of those that are."""
+    monkeypatch.setenv("RANKS_ASKED", asked)
+    code, out, _, printed = judge(spoil(healthy(3), ((4,), "memory", bad())), 3)
+    assert (code, out) == (75, "n3") and f"4 ranks on n1, n2 do the {said}" in printed
+
+
 def test_two_processes_that_are_one_rank(judge):
     found = healthy()
     found["again"] = found[0, "arrival"]

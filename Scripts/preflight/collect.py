@@ -317,8 +317,10 @@ def decide(cfg, nodes, tasks, bad, rows):
     good = [node for node in nodes if node not in bad]
     if not good:
         return STOP, [], f"stop. No node is well. {cause}."
+    # The step is that of the ranks asked for, as when the round begins: an earlier preflight may have left out nodes.
+    asked = max(int(os.environ.get("RANKS_ASKED") or 0), len(nodes) * tasks)
     try:
-        used, each = usable(cfg, new_step(cfg, len(nodes) * tasks), len(good), tasks)
+        used, each = usable(cfg, new_step(cfg, asked), len(good), tasks)
     except InputError as error:
         return STOP, [], f"stop: {', '.join(bad)} failed, {', '.join(good)} well, but {error} {cause}."
     idle = f" ({used} x {each} of them, more cannot share it evenly)" if used * each < len(good) * tasks else ""
