@@ -162,17 +162,21 @@ def own_settings(voxels=None):
     backends = torch.backends
     settings = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
     if hasattr(backends, "fp32_precision"):  # torch 2.9 and later
+        # The general ones first: what follows them then needs no value of its own, with which it would follow no more.
         settings = [(each, "fp32_precision", "ieee") for each in (
-            backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)]
+            backends, backends.cudnn, backends.mkldnn, backends.cuda.matmul, backends.cudnn.conv,
+            backends.mkldnn.matmul, backends.mkldnn.conv)]
     with SHARED["lock"]:
         if not SHARED["users"]:
-            SHARED["before"] = (torch.get_num_threads(), torch.get_default_dtype(),
-                                [getattr(each, name) for each, name, _ in settings])
+            changed = []
+            SHARED["before"] = torch.get_num_threads(), torch.get_default_dtype(), changed
             torch.set_default_dtype(torch.float32)
             for each, name, value in settings:
-                setattr(each, name, value)
+                if getattr(each, name) != value:
+                    changed.append((each, name, getattr(each, name)))
+                    setattr(each, name, value)
         SHARED["users"] += 1
-        threads, dtype, values = SHARED["before"]
+        threads, dtype, changed = SHARED["before"]
         if os.getpid() != PROCESS:
             torch.set_num_threads(1)
         elif voxels is not None:
@@ -188,7 +192,7 @@ def own_settings(voxels=None):
             SHARED["users"] -= 1
             if not SHARED["users"]:
                 torch.set_default_dtype(dtype)
-                for (each, name, _), value in zip(settings, values):
+                for each, name, value in changed:
                     setattr(each, name, value)
             if voxels is not None or not SHARED["users"]:
                 torch.set_num_threads(threads)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from Diffusion.optim import new_gradients
-from Runtime.device import autocast, backend, computes_bf16, pick_device, precision
+from Runtime.device import autocast, backend, computes_bf16, own_settings, pick_device, precision
 from Runtime.errors import InputError
 from Runtime.launch import unfit_devices
 from tests import launching
@@ -190,6 +190,28 @@ def test_a_device_without_float64_is_named_with_the_key_to_change():
 def test_sums_of_gradients_have_the_types_of_their_keys(exact, bf16, device, dtype, wire):
     sums = new_gradients({"run.exact_sums": exact, "run.bf16_sums": bf16}, torch.device(device))
     assert (sums.dtype, sums.wire) == (getattr(torch, dtype), getattr(torch, wire))
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch before 2.9 has no general precision")
+@pytest.mark.parametrize("general", ["none", "tf32", "ieee"])
+def test_precisions_that_follow_a_general_one_still_follow_it_afterwards(general):
+    backends = torch.backends
+    parts = backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv
+
+    def precisions():
+        return [each.fp32_precision for each in parts]
+
+    before = backends.fp32_precision, backends.mkldnn.matmul.fp32_precision
+    try:
+        backends.fp32_precision, backends.mkldnn.matmul.fp32_precision = general, "bf16"
+        found = precisions()
+        with own_settings():
+            assert precisions() == ["ieee"] * 4
+        assert precisions() == found and backends.fp32_precision == general
+        backends.fp32_precision = "tf32" if general == "ieee" else "ieee"
+        assert precisions() == [backends.fp32_precision, backends.fp32_precision, "bf16", backends.fp32_precision]
+    finally:
+        backends.fp32_precision, backends.mkldnn.matmul.fp32_precision = before
 
 
 def test_sums_cannot_be_exact_and_in_bf16():
