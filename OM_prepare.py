@@ -40,7 +40,8 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Prepare the volumes of data.root once for all training runs, in "
                                                  "data.cache. Run the same command again to continue after an "
                                                  "interruption, or after adding volumes.")
-    parser.add_argument("--config", required=True, help="YAML file with every key, e.g. Config/config_om.yaml")
+    parser.add_argument("--config", required=True, help="config file, e.g. Config/config_om.yaml; one that begins with "
+                        "base: lists only what differs")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, e.g. --set data.root=/data/brains; may be repeated")
     parser.add_argument("--workers", type=int, default=CORES, metavar="N",

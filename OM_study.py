@@ -125,7 +125,7 @@ def add_images(task, purpose):
     task.add_argument("--ids", default="", metavar="NUMBERS", help="use only volumes whose names end in these "
                       "numbers, such as 1-60,75")
     task.add_argument("--subject-pattern", default="", metavar="REGEX", help="regular expression whose group is the "
-                      "subject in a path (default: sub-XX of BIDS names, else each volume is a subject)")
+                      "subject in a path (default: from names and folders, see docs/data.md)")
 
 
 def run(args):

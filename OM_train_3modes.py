@@ -84,7 +84,8 @@ WHY_LEFT = {"steps": "--max-steps-before-restart", "time": "--max-seconds-before
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Train a deformation network in three modes. Run the same command "
                                      "again to continue an interrupted run.")
-    parser.add_argument("--config", required=True, help="YAML file with every key, e.g. Config/config_om.yaml")
+    parser.add_argument("--config", required=True, help="config file, e.g. Config/config_om.yaml; one that begins with "
+                        "base: lists only what differs")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, e.g. --set data.root=/data/brains; may be repeated")
     parser.add_argument("--fresh", action="store_true", help="start over in a new folder beside the old one")

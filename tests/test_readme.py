@@ -47,7 +47,7 @@ ELSEWHERE = {
     r"make docs": "tests/test_repository.py",
     r"make bench|.* tests/bench/bench_(registration|default|mouse|multimodal)\.py": "progress.md",  # by hand, for hours
     r".* omnimorph\.explain ": "tests/test_explain.py",
-    r"pip install \.|omnimorph (register|augment|prepare|train|evaluate) ": "tests/test_install.py",
+    r"python3 -m venv env |omnimorph (register|augment|prepare|train|evaluate) ": "tests/test_install.py",
     r"apptainer build|PYTHON=.apptainer exec|docker (build|run) ": "tests/test_containers.py",
     r".* OM_study\.py (segment|template|jacobian|qc|motion|plan) ": "tests/test_study_page.py",
     r".* tests/bench/bench_universal\.py|bash Scripts/bash_train_universal\.sh|.*--init-from universal":
