@@ -124,11 +124,12 @@ def parse_arguments(argv=None):
                         "(default: what it was trained with)")
     parser.add_argument("--slices", type=int, default=0, help="number of planes of the target that the network sees "
                         "(default: a random number, as in training)")
-    parser.add_argument("--stride", type=int, help="times per step of the recovery; 1 is finest and slowest "
-                        f"({STRIDE}; copies.recover published takes every time)")
-    parser.add_argument("--labels", choices=LABELS, default="nearest", help="how labels and masks (but soft ones) are "
-                        "warped: nearest, the label of the nearest voxel, or smooth (each one slightly smoothed and "
-                        "sampled linearly, the largest wins; makes thin structures thinner) (%(default)s)")
+    parser.add_argument("--stride", type=int, help="diffusion times that one recovery step covers; 1 is finest "
+                        f"and slowest ({STRIDE}; not with copies.recover published)")
+    parser.add_argument("--labels", choices=LABELS, default="nearest", help="how labels and masks of whole "
+                        "numbers are warped: nearest, the label of the nearest voxel, or smooth (each one slightly "
+                        "smoothed and sampled linearly, the largest wins; makes thin structures thinner) "
+                        "(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (%(default)s)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of processes on a CPU, each with "
                         "one thread (%(default)s)")

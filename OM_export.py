@@ -95,7 +95,7 @@ the same.
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Write a trained network, its config and a model card to a folder, "
-                                                 "as a model hub wants it.")
+                                                 "in the layout that model hubs expect.")
     parser.add_argument("--model", required=True, metavar="F", help="a checkpoint (.pth) or the folder of a run")
     parser.add_argument("--out", metavar="FOLDER", help="where the files go (default: a folder named hub "
                         "in the run's folder, or beside a checkpoint without a run)")

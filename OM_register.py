@@ -74,7 +74,7 @@ def parse_arguments(argv=None):
                         help=f"number of steps that optimise the field for each pair ({STEPS}; 0 for none)")
     parser.add_argument("--similarity", choices=SIMILARITIES, help="how alignment and refinement compare the volumes: "
                         "correlation; for two modalities, such as T1 and T2, mapped or mind; auto decides from the "
-                        "pair (as in the config, which has auto)")
+                        "pair (default: registration.similarity of the config)")
     parser.add_argument("--start", choices=STARTS, default="auto", help="start where the headers place the moving "
                         "volume, with the centres of the fields of view on each other, or at the more similar of the "
                         "two (%(default)s)")

@@ -91,7 +91,8 @@ def parse_arguments(argv=None):
                           "BIDS derivatives")
     for task in (segment, template, jacobian, motion):
         task.add_argument("--similarity", choices=SIMILARITIES, help="how volumes are compared: correlation; for two "
-                          "modalities mapped or mind; auto decides from each pair (as in the config, which has auto)")
+                          "modalities mapped or mind; auto decides from each pair (default: "
+                          "registration.similarity of the config)")
 
     plan = tasks.add_parser("plan", help="write a config for training on a folder of volumes and this machine",
                             description="Write a config for training on a folder of volumes and this machine, "
