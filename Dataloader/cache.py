@@ -112,7 +112,7 @@ def plan(folder, items, cfg, alive=lambda: None):
     """
     by_id = {item["id"]: item for item in items}
     wanted = {name: entry(item, cfg["data.root"]) for name, item in by_id.items()}
-    kept, taken = {}, set()
+    kept, taken, prepared = {}, set(), set()
     sizes = file_sizes(folder)
     for path in record_paths(folder):
         number = int(path.stem.split("_")[1])
@@ -120,8 +120,10 @@ def plan(folder, items, cfg, alive=lambda: None):
         taken.add(number)
         usable = record and not other_settings(record["settings"], cfg) and not wrong_files(sizes, record["files"])
         lines = all_lines(record) if usable else []
-        # The list still names all volumes of the part, with the same files, unchanged.
-        if lines and all(line["id"] in wanted and all(
+        ids = {line["id"] for line in lines}
+        # The list still names all volumes of the part, with the same files, unchanged. A part that an earlier cache
+        # left may hold volumes that another one holds too: they would count twice.
+        if lines and ids.isdisjoint(prepared) and all(line["id"] in wanted and all(
                 line.get(key) == value for key, value in wanted[line["id"]].items() if key not in WORDS)
                 for line in lines):
             for line in lines:
@@ -133,9 +135,9 @@ def plan(folder, items, cfg, alive=lambda: None):
                     break
             else:
                 kept[number] = record
+                prepared |= ids
     if not (Path(folder) / "manifest.json").is_file():
         taken = set(kept)
-    prepared = {line["id"] for record in kept.values() for line in all_lines(record)}
     left = [item for item in items if item["id"] not in prepared]
     free_numbers = (number for number in itertools.count() if number not in taken)
     volume_bytes = cfg["data.channels"] * math.prod(cfg["data.img_size"]) * np.dtype(cfg["data.dtype"]).itemsize

@@ -125,7 +125,7 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and {len(unused)} of the "
               f"segmentations match no volume, such as {unused[0]}: name them after their images, or list both in a "
               ".csv.", file=sys.stderr)
-    return items if as_listed else by_id
+    return items if as_listed else sorted(items, key=lambda item: item["id"])  # as in a cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def select(source, items, ids):
         return items
     if share := share_of(ids):
         subjects = sorted({item["subject"] for item in items}, key=_place, reverse=True)
-        taken = set(subjects[:math.ceil(share * len(subjects))])
+        taken = set(subjects[:math.ceil(share * len(subjects) - 1e-9)])  # 0.07 * 100 is above 7
         return [item for item in items if item["subject"] in taken]
     ranges = read_ranges(ids, f"{source}: ids")
     chosen = []

@@ -37,6 +37,7 @@ from Runtime import agree, watchdog
 from Runtime.device import UNFIT
 from Runtime.errors import InputError
 from Runtime.files import csv_text
+from Runtime.global_batch import most_pairs
 from Runtime.launch import Ranks
 
 ALONE = Ranks()
@@ -186,12 +187,18 @@ def require_room_for_workers(cfg):
     if len(folder) > MOST_SOCKET_PATH - len("/pymp-12345678/listener-12345678"):
         raise InputError(f"TMPDIR is {folder}, too long a path for the sockets of loader workers: export TMPDIR=/tmp, "
                          "or set data.num_workers to 0.")
-    voxels = 2 * cfg["data.batchsize"] * cfg["data.channels"] * math.prod(cfg["data.img_size"])
-    itemsize = np.dtype(cfg["data.dtype"] if cfg["data.cache"] else np.float32).itemsize
-    need = workers_of(cfg) * cfg["data.prefetch_factor"] * voxels * itemsize
-    if os.path.isdir(SHARED) and shutil.disk_usage(SHARED).free < need:
-        raise InputError(f"{SHARED} has {shutil.disk_usage(SHARED).free / 2 ** 20:.0f} MiB free and the loader workers "
-                         f"of one rank need {need / 2 ** 20:.0f}: make room there, or set data.num_workers to 0.")
+    need = workers_of(cfg) * cfg["data.prefetch_factor"] * batch_bytes(cfg, cfg["data.batchsize"], most_pairs(cfg))
+    free = shutil.disk_usage(SHARED).free if os.path.isdir(SHARED) else 0
+    if sys.platform == "linux" and free < need:
+        raise InputError(f"{SHARED} has {free / 2 ** 20:.0f} MiB free and the loader workers of one rank need "
+                         f"{need / 2 ** 20:.0f}: make room there, or set data.num_workers to 0.")
+
+
+def batch_bytes(cfg, samples, pairs):
+    """Bytes of the larger batch that is read: that many samples, or pairs with their maps."""
+    image = cfg["data.channels"] * np.dtype(cfg["data.dtype"] if cfg["data.cache"] else np.float32).itemsize
+    pair = 2 * (image + len(wanted_maps(cfg)) * np.dtype(np.int16).itemsize)
+    return math.prod(cfg["data.img_size"]) * max(samples * image, pairs * pair)
 
 
 def read_ahead(loader, ahead, prepare=lambda number, batch: batch):

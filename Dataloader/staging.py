@@ -59,7 +59,11 @@ def stage(folder, manifest, place, show=True):
             raise InputError(f"data.stage {place}: no folder can be made in {parent} ({error.strerror}); name another "
                              'folder, or set data.stage to "".') from error
         handle = open_lock(target) if is_ours(target) else None
-        alone = handle and wait_for(handle, target, len(manifest["files"]), show)
+        try:
+            alone = handle and wait_for(handle, target, len(manifest["files"]), show)
+        except OSError as error:
+            raise InputError(f"data.stage {place}: {parent} has no file locks ({error.strerror}); name another folder, "
+                             'or set data.stage to "".') from error
         if alone and is_lock_of(handle, target):
             try:
                 make_whole(Path(folder), manifest, target, show)

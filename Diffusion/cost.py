@@ -144,7 +144,8 @@ def step_seconds(cfg, split, modes, labels, device):
     prepare_device(device, cfg["run.threads"])
     torch.set_flush_denormal(True)  # as in a training
     with torch.device(device):
-        _, loss_of = stand_in({**cfg, "data.img_size": size}, split.pair_batch, labels)
+        scales = min(cfg["registration.scales"], min(size).bit_length())  # each halves the volume
+        _, loss_of = stand_in({**cfg, "data.img_size": size, "registration.scales": scales}, split.pair_batch, labels)
     seconds = 0.0
     for mode in modes_of(cfg, modes):
         for _ in range(2):  # the first one is slow

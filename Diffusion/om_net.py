@@ -527,8 +527,8 @@ class OM_net(nn.Module):
         return image, condition, logits
 
     def fully_shown(self, image):
-        """An image as a condition that shows all of it: values and a mask of ones."""
-        return make_condition(pad_to_multiple(image, self.multiple), "volume")              # (B, 2, 128^3)
+        """An image as a condition that shows all of it: values and a mask of ones, 0 where both are padded."""
+        return pad_to_multiple(make_condition(image, "volume"), self.multiple)              # (B, 2, 128^3)
 
     def shown_fraction(self, image, condition, use_condition):
         """How much of the volume each sample's condition shows: (B,), 0 where there is none or it is dropped."""

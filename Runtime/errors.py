@@ -101,9 +101,16 @@ class Unbreakable:
             self.stream.flush()
 
 
+def take_all_names():
+    """Standard output replaces what its encoding lacks, as standard error does, so that no name ends the program."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 @contextlib.contextmanager
 def unbreakable_output():
     """Around a training: its output, which may go to a full disk, must not end it."""
+    take_all_names()
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and Unbreakable(stream) for stream in streams)  # None where it is closed
     try:
@@ -137,8 +144,7 @@ def run_program(run, args, out=None):
     """
     keep_freed_memory()
     out = str(args.out if out is None else out)
-    if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks must not end the program
-        sys.stdout.reconfigure(errors="backslashreplace")
+    take_all_names()
     # Read when numpy is imported, which is later. The threads of OpenBLAS wait for each other ten times longer than the
     # small matrices of scipy's optimiser take: half a second of a pair on two cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -533,6 +533,24 @@ def test_nothing_is_taken_from_under_a_training(tmp_path, capsys):
     assert run_here(tmp_path, place, "--fresh", "--workers", "1") == DONE
 
 
+def test_a_volume_that_left_the_list_and_came_back_under_a_training_is_there_once(tmp_path):
+    """The part that the training holds and the part made without the volume were both intact: two were there twice."""
+    write_volumes(tmp_path, range(3))
+    place, kinds = tmp_path / "cache", ("imagesTr", "labelsTr")
+    everything = {"data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0, "data__expect_samples": 3}
+    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    training = read_datasets(cached(tmp_path, place, **everything))[0]
+    for kind in kinds:
+        (tmp_path / f"data/{kind}/v_00002.nii").rename(tmp_path / kind)
+    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    for kind in kinds:
+        (tmp_path / kind).rename(tmp_path / f"data/{kind}/v_00002.nii")
+    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    found = read_datasets(cached(tmp_path, place, **everything))[0]
+    assert [item["id"] for item in found.items] == ["v_00000", "v_00001", "v_00002"]
+    assert torch.equal(found.image(1), training.image(1))
+
+
 def test_a_training_waits_for_the_preparation_and_then_says_so(made, place, monkeypatch):
     monkeypatch.setattr(cache, "PATIENCE_S", 0.3)
     with cache.without_readers(place) as free:
@@ -1017,6 +1035,14 @@ def test_staged_training_data_and_places_that_cannot_be(made, tmp_path, monkeypa
         with pytest.raises(InputError, match="data.stage .*: no folder .* on this node; correct it"):
             read_datasets(cached(made, made / "cache", data__stage=stage))
         read_datasets(cached(made, made / "cache", data__stage=stage), headers_only=True)
+    with monkeypatch.context() as patch:  # as on Lustre without -o flock
+
+        def refuse(*asked):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        patch.setattr(staging, "lock_at_once", refuse)
+        with pytest.raises(InputError, match="data.stage .* has no file locks .*; name another folder"):
+            read_datasets(cached(made, made / "cache", data__stage=str(tmp_path)))
     if sys.platform != "linux":
         return
     with pytest.raises(InputError, match=r"data.stage /sys: no folder can be made in /sys \(.*\); name another folder"):

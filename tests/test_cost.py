@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import OM_train_3modes as om
+from Diffusion import losses
 from Diffusion.cost import count_costs, fit_text, mode_costs, step_memory, step_seconds, this_machine, training_volumes
 from Diffusion.fake_device import AliveBytes
 from Runtime.errors import InputError
@@ -100,11 +101,12 @@ def test_a_step_is_tried_on_a_grid_of_this_machine_and_grows_with_the_voxels():
 
     def step(net, batch, cfg):
         shapes.append(tuple(batch["moving"].shape[2:]))
+        losses.image_similarity(batch["moving"], batch["fixed"], cfg)
         time.sleep(0.1)
         return sum(each.sum() for each in net.parameters()), {}
 
     modes = {"registration": om.MODES["registration"]._replace(step=step)}
-    cfg = config(data__img_size=[64, 128, 64])
+    cfg = config(data__img_size=[64, 128, 64], registration__scales=7)  # of which the trial's 32 voxels allow six
     split = dataclasses.replace(split_step(cfg, 1), pair_batches=3)
     found = step_seconds(cfg, split, modes, 1, torch.device("cpu"))
     assert shapes == [(32, 64, 64)] * 2, "once to warm up, once timed"

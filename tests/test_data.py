@@ -14,7 +14,15 @@ import pytest
 import torch
 
 import OM_train_3modes as om
-from Dataloader.dataset import Files, VolumeDataset, epoch_batches, make_loader, read_ahead, read_datasets
+from Dataloader.dataset import (
+    Files,
+    VolumeDataset,
+    batch_bytes,
+    epoch_batches,
+    make_loader,
+    read_ahead,
+    read_datasets,
+)
 from Dataloader.sampler import batches, epoch_order
 from Diffusion.diffuser import log_uniform, make_condition
 from Runtime.errors import InputError
@@ -281,3 +289,9 @@ def test_workers_that_could_not_hand_over_a_batch_are_refused(data, tmp_path, mo
     with pytest.raises(InputError, match=said):
         read_datasets(cfg)
     read_datasets({**cfg, "data.num_workers": 0})
+
+
+def test_a_batch_of_pairs_is_counted_with_its_maps():
+    cfg = config(data__img_size=10, data__cache="x", data__dtype="uint8", data__channels=2)
+    assert batch_bytes(cfg, 4, 1) == 1000 * 4 * 2, "samples"
+    assert batch_bytes({**cfg, "loss.dice": 1.0, "registration.masks": True}, 4, 3) == 1000 * 3 * 2 * (2 + 2 * 2)

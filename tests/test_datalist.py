@@ -484,6 +484,8 @@ def test_a_larger_share_of_the_subjects_has_all_of_a_smaller_one_and_nobody_who_
     assert [len(train) / len(everybody) for train in (some, more, most)] == pytest.approx([0.1, 0.25, 0.5], abs=0.02)
     train, val = sides("50%", "0-9")
     assert len(train) == 35 and val == {f"s00{number}" for number in range(10)} and not train & val
+    hundred = [{"id": f"s{number}", "subject": f"s{number}"} for number in range(100)]
+    assert [len(select("list", hundred, f"{percent}%")) for percent in range(1, 101)] == [*range(1, 101)]
     for ids in ("0%", "101%", "%", "2 5%", "1_0%", "1-5%"):
         with pytest.raises(InputError, match="share of the subjects|not a number or a rising range"):
             sides(ids)

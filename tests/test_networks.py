@@ -238,6 +238,17 @@ def test_affine_match_of_equal_volumes_and_of_a_dropped_condition_is_zero():
     assert not match(image, torch.zeros_like(condition), torch.zeros(1), torch.tensor([80]), size).any()
 
 
+@pytest.mark.parametrize("size", [(16, 16, 16), (18, 20, 23)])
+def test_a_new_network_moves_no_volume_onto_itself_at_a_padded_size_either(size):
+    net = build_network(config(model__affine_match=True, model__local_match=True))
+    torch.manual_seed(0)
+    image, t = torch.rand(1, 1, *size), torch.tensor([80])
+    condition = make_condition(image, "volume")
+    features, encoded = net.encode(image, condition, None, net.time(t), together=True)
+    assert all(torch.equal(one, other) for one, other in zip(features, encoded))
+    assert net(image, t, condition).abs().max() < 1e-3
+
+
 def test_affine_match_counts_as_much_as_the_condition_shows_of_the_volume():
     match, image, condition, size = matched(lambda places: (waves(places), waves(places + 0.5)))
     fields = match(image.repeat(2, 1, 1, 1, 1), condition.repeat(2, 1, 1, 1, 1), torch.tensor([1, 0.1]),

@@ -94,3 +94,11 @@ def test_without_fcntl_a_training_is_one_sentence(program, tmp_path):
     ended = launching.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert ended.returncode == 43 and ended.stderr.startswith("error: preparing, training and exporting need")
     assert ended.stderr.count("\n") == 1 and "WSL 2" in ended.stderr
+
+
+def test_a_name_that_standard_output_cannot_encode_ends_no_training():
+    program = ("from Runtime.errors import unbreakable_output\nwith unbreakable_output():\n"
+               "    print('volumes added: 1 (caf\\udce9_7)')")
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
+                           env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})
+    assert (found.returncode, found.stdout) == (0, "volumes added: 1 (caf\\udce9_7)\n"), found.stderr

@@ -19,12 +19,11 @@ import socket
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from Dataloader.cache import read_manifest
-from Dataloader.dataset import read_datasets
+from Dataloader.dataset import batch_bytes, read_datasets
 from Dataloader.staging import copy_of, expanded
 from Diffusion.cost import training_volumes
 from Diffusion.diffuser import make_condition
@@ -226,7 +225,6 @@ def memory_need(cfg, split, process, parameters, on_cpu, writes):
     reading = 0 if cached else READING * 4 * voxels
     # The batch that is being computed, and what each worker, or a thread beside an accelerator, reads ahead.
     count = 1 + cfg["data.prefetch_factor"] * (workers or not on_cpu)
-    stored = np.dtype(cfg["data.dtype"]).itemsize if cached else 4
     rank = process + TRAINING + (0 if workers else reading)
     if kept:
         try:
@@ -237,7 +235,7 @@ def memory_need(cfg, split, process, parameters, on_cpu, writes):
     # On the host: weights, gradients, two moments, the average. For a device they are initialised there.
     rank += weights * (4 + bool(cfg["optim.average"]) if on_cpu else 1)
     return {"rank": rank, "worker": WORKER + reading, "workers": workers,
-            "batches": count * max(split.sample_batch, 2 * split.pair_batch) * stored * voxels,
+            "batches": count * batch_bytes(cfg, split.sample_batch, split.pair_batch),
             "checkpoint": weights * (3 + bool(cfg["optim.average"])) if writes else 0}
 
 
