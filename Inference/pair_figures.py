@@ -13,7 +13,7 @@ from Dataloader.volume import Volume
 from Diffusion.figures import registration_figure
 from Diffusion.metrics import spread
 from Inference.labels import apply_field, without_affine
-from Inference.scores import COLUMNS, body_of, contrast, every, heading, in_range
+from Inference.scores import COLUMNS, CONTRAST, body_of, every, heading, in_range
 from Inference.verdict import VERDICTS
 from Inference.viewer import viewer_html
 from Report.page import cards_html, figure_png, findings_html, png_html, table_html, text_table, write_page
@@ -79,7 +79,7 @@ def read_pair(row, dims):
     seen = torch.from_numpy(seen)[None, None]
     return {"name": row["name"], "images": {word: image.clip(0, 1) for word, image in images.items()},
             "labels": labels, "field": without_affine(field, row["matrix"], affine, row.get("start")), "affine": affine,
-            "body": body_of(contrast(seen, torch.ones_like(seen))[2])[0, 0].numpy()}
+            "body": body_of(seen, torch.ones_like(seen, dtype=torch.bool), CONTRAST)[0, 0].numpy()}
 
 
 def pair_figure(pair):

@@ -111,6 +111,7 @@ class Result:
     inverse: np.ndarray | None = None  # (N, *moving) in voxels of the moving grid
     inverse_error_mm: float | None = None  # mean round-trip error of the moving volume's points by both written fields
     inverse_error_max_mm: float | None = None  # the largest of these errors
+    inverse_error_voxels: float | None = None  # their mean in sides of the moving volume's voxels
     inverse_consistency_mm: float | None = None  # mean round-trip error of the points of the fixed body
     segmented_fixed: np.ndarray | None = None  # (*fixed) uint16, segmentation by a network with model.structures
     segmented_moving: np.ndarray | None = None  # (*moving), with the label values of its training maps

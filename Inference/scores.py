@@ -21,6 +21,7 @@ WINDOW = 9  # voxels of the fixed grid, side of the cubes of `local_similarity`
 STRETCHED = 5  # factor by which a deformation changes volume; no anatomical change is that large
 CONTRAST = 0.03  # standard deviation in a cube, as a part of the volume's range; above it the cube shows something
 SHOWN = CONTRAST / 2  # the same for the moved volume, since interpolation and another range of intensities lower it
+NOISE_SAMPLES = 100_000  # voxels at most in the quantile of the noise
 
 
 def pair_scores(fixed, moving, field, warped, matrix, inverse, judged, device="cpu"):
@@ -51,7 +52,7 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, judged, device="c
                                  if is_segmentation(volume.array)])
     if inverse is not None:
         scores.update(inverse_scores(field, fixed.affine, every(inverse, moving_step),
-                                     moving.every(moving_step).affine, body))
+                                     moving.every(moving_step).affine, body, moving_step))
     scores["verdict"], scores["reason"] = judge({**scores, **judged})
     return scores
 
@@ -77,24 +78,35 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
     given = in_range(fixed, fixed[counts]), in_range(before, moving), in_range(after, moving)
     fixed01, before01, after01, counts, seen_before, seen_after = (
         torch.from_numpy(array)[None, None].to(device) for array in (*given, counts, seen_before, seen_after))
-    body = body_of(contrast(fixed01, counts.float())[2])
-    body = body & counts if (body & counts).any() else counts
-    scores = {"similarity_before": local_similarity(fixed01, before01, body, seen_before & counts)[0]}
-    scores["similarity"], shown = local_similarity(fixed01, after01, body, seen_after & counts)
-    covered = float((shown & body).sum())
-    scores["covered_percent"] = 100.0 * covered / float(body.sum())
-    scores["body_overlap"] = 2.0 * covered / float(body.sum() + shown.sum())
+    body = body_of(fixed01, counts, CONTRAST)
+    body = body if body.any() else counts
+    scores = {"similarity_before": local_similarity(fixed01, before01, body, seen_before & counts)}
+    scores["similarity"] = local_similarity(fixed01, after01, body, seen_after & counts)
+    shown, own = (body_of(after01, seen_after & counts, least) for least in (SHOWN, CONTRAST))
+    scores["covered_percent"] = 100.0 * float((shown & body).sum()) / float(body.sum())
+    scores["body_overlap"] = 2.0 * float((own & body).sum()) / float(own.sum() + body.sum())
     return scores, body[0, 0].cpu().numpy()
 
 
-def body_of(variance, least=CONTRAST):
-    """Where a volume has contrast above `least`: booleans of the shape of its local variance, see `contrast`.
+def body_of(volume, seen, least):
+    """Where a volume has contrast above `least`, beyond its noise: booleans (1, 1, *spatial), within `seen`.
 
-    A voxel belongs to it if there is contrast in the cube around it and around each voxel of that cube. Without the
-    second condition, the body would reach half a cube into empty space, where cubes hold only the outline.
+    A voxel belongs to it if there is contrast in the cube around it and around each seen voxel of that cube. Without
+    the second condition, the body would reach half a cube into empty space, where cubes hold only the outline.
+    volume: (1, 1, *spatial) float32. seen: booleans of that shape.
     """
-    share = box_mean((variance > least ** 2).float(), WINDOW)
-    return share > 1 - 0.5 / WINDOW ** (variance.dim() - 2)
+    variance = contrast(volume, seen.float())[2] - noise_variance(volume, seen)
+    flat = seen & (variance <= least ** 2)
+    return seen & (box_mean(flat.float(), WINDOW) < 0.5 / WINDOW ** (volume.dim() - 2))
+
+
+def noise_variance(volume, seen):
+    """The variance of a volume's noise: that of the differences from the mean of 3 voxels along each axis, in the
+    calmest twentieth of what is seen, where there is hardly any anatomy. Arguments as for `body_of`."""
+    count = 3 ** (volume.dim() - 2)
+    rough = box_mean((volume - box_mean(volume, 3)).square() * count / (count - 1), WINDOW)[seen]
+    every = max(1, rough.numel() // NOISE_SAMPLES)
+    return torch.quantile(rough[::every], 0.05) if rough.numel() else 0.0
 
 
 def in_range(volume, source):
@@ -114,18 +126,17 @@ def contrast(volume, weight):
 
 
 def local_similarity(fixed, moved, body, seen):
-    """Mean squared local correlation over a body, and where the moved volume shows something.
+    """Mean squared local correlation over a body: a float, 0 .. 1.
 
     cov^2 / (var_F var_M) in the cube around each voxel (Avants et al., Med Image Anal 2008).
-    Arguments as in `image_scores`, all (1, 1, *fixed). Returns: a float, 0 .. 1; booleans.
+    Arguments as in `image_scores`, all (1, 1, *fixed).
     """
     weight = seen.float()
     count, fixed_mean, fixed_variance = contrast(fixed, weight)
     _, moved_mean, moved_variance = contrast(moved, weight)
     covariance = box_mean(weight * fixed * moved, WINDOW) / count - fixed_mean * moved_mean
     correlation = covariance ** 2 / (fixed_variance.clamp(min=1e-6) * moved_variance.clamp(min=1e-6))
-    shown = seen & body_of(moved_variance, SHOWN)
-    return float(torch.where(seen, correlation.clamp(max=1), 0)[body].mean()), shown
+    return float(torch.where(seen, correlation.clamp(max=1), 0)[body].mean())
 
 
 def field_scores(field, body=None):
@@ -170,18 +181,22 @@ def there_and_back_mm(field, affine, back, back_affine):
     return np.where(((places >= 0) & (places <= last)).all(0), missed_mm, np.float32("nan"))
 
 
-def inverse_scores(field, affine, inverse, moving_affine, body=None):
-    """How well two fields undo each other in mm, starting from the moving volume and from the fixed one.
+def inverse_scores(field, affine, inverse, moving_affine, body=None, step=1):
+    """How well two fields undo each other, starting from the moving volume and from the fixed one.
 
-    field: (N, *fixed) and inverse: (N, *moving), each in voxels of its grid. body: booleans (*fixed) or None.
-    Returns: inverse_error_mm and inverse_error_max_mm over the moving grid, inverse_consistency_mm, the mean over the
-    body; None if all points leave the other grid.
+    field: (N, *fixed) and inverse: (N, *moving), each in voxels of its grid. body: booleans (*fixed) or None. step: the
+    moving grid has every step-th voxel of the volume.
+    Returns: inverse_error_mm and inverse_error_max_mm over the moving grid, inverse_error_voxels, the former in sides
+    of the moving volume's voxels, and inverse_consistency_mm, the mean over the body; None if all points leave the
+    other grid.
     """
     missed_mm = there_and_back_mm(inverse, moving_affine, field, affine)
     consistent_mm = there_and_back_mm(field, affine, inverse, moving_affine)
     missed_mm, consistent_mm = (each[np.isfinite(each)] for each in
                                 (missed_mm, consistent_mm if body is None else consistent_mm[body]))
+    side_mm = np.linalg.norm(moving_affine[:3, :len(inverse)], axis=0).mean() / step
     return {"inverse_error_mm": float(missed_mm.mean()) if missed_mm.size else None,
+            "inverse_error_voxels": float(missed_mm.mean() / side_mm) if missed_mm.size else None,
             "inverse_error_max_mm": float(missed_mm.max()) if missed_mm.size else None,
             "inverse_consistency_mm": float(consistent_mm.mean()) if consistent_mm.size else None}
 

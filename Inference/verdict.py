@@ -22,7 +22,7 @@ SHEAR_DEGREES = (25.0, 45.0)
 TURN_DEGREES = 75.0  # from the headers; beyond it a volume may be mirrored and still look alike
 FOLDED_PERCENT = (1.0, 10.0)  # of the voxels of the body, by one-sided determinants
 STRETCHED_PERCENT = (5.0, 100.0)  # of the body, see `stretched_percent` in scores.py; never failed for it alone
-INVERSE_ERROR_MM = (1.0, 5.0)
+INVERSE_ERROR_VOXELS = (1.0, 5.0)
 DICE_LOST, TRE_GAINED = 0.02, 1.05  # largest drop of Dice, and largest factor for the landmarks' error
 LEAST_DICE = 0.1
 OUTLIER = 5.0  # robust standard deviations from the median of the list, on the bad side
@@ -114,9 +114,9 @@ def findings(scores):
         yield level, ("the deformation changes the local volume more than fivefold in "
                       f"{scores['stretched_percent']:.0f} % of the body: check that the moving volume shows all of "
                       "it.")
-    if level := _level(scores.get("inverse_error_mm"), INVERSE_ERROR_MM):
-        yield level, (f"going there and back misses by {scores['inverse_error_mm']:.2g} mm on average: do not use "
-                      "the inverse.")
+    if level := _level(scores.get("inverse_error_voxels"), INVERSE_ERROR_VOXELS):
+        yield level, (f"going there and back misses by {scores['inverse_error_voxels']:.2g} voxels on average: do not "
+                      "use the inverse.")
 
 
 def judge_list(rows):

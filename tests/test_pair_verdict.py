@@ -12,7 +12,7 @@ from Inference.verdict import (
     ALIKE,
     COVERED_PERCENT,
     FOLDED_PERCENT,
-    INVERSE_ERROR_MM,
+    INVERSE_ERROR_VOXELS,
     LEAST_LIST,
     SCALES,
     SHEAR_DEGREES,
@@ -24,8 +24,8 @@ from Inference.verdict import (
 
 GOOD = {"similarity_before": 0.2, "similarity": 0.8, "covered_percent": 97.0, "scale_least": 0.95, "scale_most": 1.1,
         "turn_degrees": 8.0, "shear_degrees": 3.0, "mirrors": False, "segmentations": [], "folding_body_percent": 0.1,
-        "inverse_error_mm": 0.05, "compared_by": "correlation", "dice_before": 0.5, "dice": 0.8, "tre_before_mm": 6.0,
-        "tre_mm": 1.2, "labels_lost": []}
+        "inverse_error_voxels": 0.05, "compared_by": "correlation", "dice_before": 0.5, "dice": 0.8,
+        "tre_before_mm": 6.0, "tre_mm": 1.2, "labels_lost": []}
 
 
 def test_a_good_pair_is_ok_without_a_reason():
@@ -51,7 +51,7 @@ def test_a_good_pair_is_ok_without_a_reason():
     ({"folding_body_percent": FOLDED_PERCENT[0] + 0.5}, "doubtful", "folds in 1.5 %"),
     ({"folding_body_percent": FOLDED_PERCENT[1] + 5}, "failed", "folds in 15 %"),
     ({"stretched_percent": STRETCHED_PERCENT[0] + 1}, "doubtful", "fivefold in 6 % of the body"),
-    ({"inverse_error_mm": INVERSE_ERROR_MM[0] + 0.5}, "doubtful", "misses by 1.5 mm"),
+    ({"inverse_error_voxels": INVERSE_ERROR_VOXELS[0] + 0.5}, "doubtful", "misses by 1.5 voxels"),
     ({"dice": 0.45}, "failed", "overlap less than before"),
     ({"dice_before": 0.0, "dice": 0.05}, "failed", "hardly overlap"),
     ({"tre_mm": 7.0}, "failed", "further apart"),
@@ -73,7 +73,8 @@ def test_two_modalities_are_not_judged_by_the_correlation_of_their_intensities()
 @pytest.mark.parametrize("changes, words", [
     ({"turn_degrees": 170.0, "similarity": 0.1}, "still differ strongly"),
     ({"scale_most": SCALES[0] + 0.1, "shear_degrees": SHEAR_DEGREES[1] + 1}, "shears"),
-    ({"folding_body_percent": FOLDED_PERCENT[0] + 0.5, "inverse_error_mm": INVERSE_ERROR_MM[1] + 1}, "misses by 6 mm")])
+    ({"folding_body_percent": FOLDED_PERCENT[0] + 0.5, "inverse_error_voxels": INVERSE_ERROR_VOXELS[1] + 1},
+     "misses by 6 voxels")])
 def test_a_doubt_does_not_hide_what_is_worse(changes, words):
     found, reason = judge({**GOOD, **changes})
     assert found == "failed" and words in reason

@@ -33,6 +33,20 @@ def test_similarity_is_one_for_itself_in_any_contrast_and_near_zero_for_noise(te
     assert scores["similarity"] == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.02, 0.03])
+def test_noise_is_no_anatomy(noise):
+    """Half of the anatomy is missing in the moving volume; its noise counted as what the fixed one shows there."""
+    rng = np.random.default_rng(0)
+    ball = sum(((axis - 24) / 16.0) ** 2 for axis in np.mgrid[:48, :48, :48]) < 1
+    whole = np.where(ball, 0.5 + ndimage.gaussian_filter(rng.normal(size=ball.shape), 2) * 2, 0)
+    half = np.where(np.arange(48).reshape(-1, 1, 1) < 24, whole, 0)
+    fixed, moved, again = (each + noise * rng.normal(size=each.shape) for each in (whole, half, whole))
+    seen = everywhere(ball.shape)
+    scores, body = image_scores(fixed, moved, again, moved, seen, seen)
+    assert 40 < scores["covered_percent"] < 60 and 0.8 * ball.mean() < body.mean() < 1.2 * ball.mean()
+    assert image_scores(fixed, again, again, again, seen, seen)[0]["body_overlap"] > 0.97
+
+
 def test_what_the_moving_volume_does_not_cover_counts_against_it(textured):
     seen = everywhere()
     seen[:12] = False
@@ -94,7 +108,9 @@ def test_inverse_errors_of_slices_are_in_millimetres_in_any_plane():
     affine = make_affine((0, 2, 1), spacing=(1, 2, 1))
     field, inverse = np.zeros((2, 2, 20, 22), np.float32)
     field[1], inverse[1] = 1, -0.75
-    for error in inverse_scores(field, affine, inverse, affine).values():
+    scores = inverse_scores(field, affine, inverse, affine)
+    assert scores.pop("inverse_error_voxels") == pytest.approx(0.5 / 1.5), "the mean side is 1.5 mm"
+    for error in scores.values():
         assert error == pytest.approx(0.5)
 
 
