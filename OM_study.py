@@ -82,6 +82,8 @@ def parse_arguments(argv=None):
                         "a first pass, middle, or the number of a frame from 0 (%(default)s)")
     motion.add_argument("--deform", action="store_true", help="also deform each frame, for organs that move with "
                         "breathing")
+    motion.add_argument("--radius", type=float, default=50.0, metavar="MM", help="radius of the head, at which a "
+                        "rotation is turned into a displacement: about 5 for a mouse (%(default)s, a human head)")
 
     for task in (segment, template):
         task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "

@@ -20,9 +20,10 @@ FLAT = 1e-3  # added to the local variance of intensities 0 .. 1: noise in flat 
 
 
 def locally_normalised(image, mask, shown):
-    """Intensities minus their local mean, in local standard deviations, within a mask; zero outside.
+    """Intensities minus their local mean, in local standard deviations, within a mask.
 
-    image: (B, C, *spatial). mask: (B, 1, *spatial), 0 .. 1. shown: its `shown_share`. Returns: shape of image.
+    image: (B, C, *spatial). mask: (B, 1, *spatial), 0 .. 1. shown: its `shown_share`. Returns: shape of image; further
+    outside the mask than the window reaches, the values mean nothing.
     """
     mean = box_mean(mask * image, WINDOW) / shown
     return (image - mean) / (weighted_variance(image, mean, mask, shown, WINDOW) + FLAT).sqrt()

@@ -55,7 +55,7 @@ FILLED = 2.0  # voxels: standard deviation of the Gaussian that fills masked-out
 NOTHING = 1e-20
 SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point, because that hardly takes time
 # To infer the smoothing:
-BLOCK, RIM = 8, 2  # voxels: side of the cubes, and their rim near the other colour, which is not measured
+BLOCK, RIM = 8, 2  # voxels: least side of the cubes, and of their rim near the other colour, which is not measured
 MOST_VOXELS = 750_000  # of the images that infer the smoothing; larger ones are halved along each axis
 LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
 WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # values to try, each twice the previous
@@ -93,7 +93,7 @@ def inferred_weight(pair, field, cfg):
         small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), pair[side],
                                                     pair[f"{side}_mask"])
     size = small["fixed"].shape[2:]
-    seen, measured = cubes(size, small["fixed"].device)
+    seen, measured = cubes(size, cfg["refine.window"], small["fixed"].device)
     inside = 1.0 if small["fixed_mask"] is None else small["fixed_mask"]
     if not all((inside * part).any() for part in (seen, measured)):
         return GROSS  # too small a volume or mask to hold anything out
@@ -121,13 +121,18 @@ def inferred_weight(pair, field, cfg):
     return best_weight(score)
 
 
-def cubes(size, device="cpu"):
-    """The two colours: what the optimisation sees, and what is measured; (1, 1, *size) float32 each, 0 or 1."""
-    dims = len(size)
+def cubes(size, window, device="cpu"):
+    """The two colours: what the optimisation sees, and what is measured; (1, 1, *size) float32 each, 0 or 1.
+
+    window: side of those of the similarity. Within half of it the other colour would be seen, so wider windows get
+    larger cubes.
+    """
+    dims, rim = len(size), max(RIM, window // 2)
+    side = BLOCK + 2 * (rim - RIM)
     places = [torch.arange(n, device=device).view([-1 if k == axis else 1 for k in range(dims)])
               for axis, n in enumerate(size)]
-    seen = sum(place // BLOCK for place in places) % 2 == 0
-    inner = math.prod((place % BLOCK >= RIM) & (place % BLOCK < BLOCK - RIM) for place in places)
+    seen = sum(place // side for place in places) % 2 == 0
+    inner = math.prod((place % side >= rim) & (place % side < side - rim) for place in places)
     return seen.float()[None, None], (inner * ~seen).float()[None, None]
 
 

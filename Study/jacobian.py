@@ -33,6 +33,7 @@ from Study.thumbnails import gallery_html, thumbnail
 WHOLE, LOCAL, MIDDLE = "log_jacobian.nii.gz", "log_jacobian_without_affine.nii.gz", "middle.nii.gz"
 LEAST = 1e-3  # smallest determinant; where a field folds, the map has the logarithm of this
 SHOWN = 0.3  # logarithm that is drawn in full colour
+MARGIN = 16  # voxels around the grid in which a field goes on, more than it moves a voxel
 
 
 def jacobian(args):
@@ -169,14 +170,12 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     to_scan = np.linalg.inv(half), half  # from the middle to the first scan, and to the other
     size, affine = middle_grid(scans, to_scan)
     seen = [resampled(scan, matrix, size, affine) for scan, matrix in zip(scans, to_scan)]
-    velocities, founds = [], []
+    rests, founds = [], []
     for image, file, matrix in ((seen[0], files[1], to_scan[1]), (seen[1], files[0], to_scan[0])):
         found = aligned((image, affine), file, affine=False, start=matrix, **options)
-        rest = without_affine(found.field, found.matrix, affine)
-        velocities.append(logarithm(torch.from_numpy(rest)[None]))
+        rests.append(torch.from_numpy(without_affine(found.field, found.matrix, affine))[None])
         founds.append(found)
-    velocity = 0.5 * (velocities[0] - velocities[1])
-    ahead, behind = exponential(0.5 * velocity), exponential(-0.5 * velocity)
+    ahead, behind = half_ways(*rests)
     before = log_determinant(behind)
     local = log_determinant(ahead) - before
     maps = [local + np.float32(np.trace(whole)), local]  # log det of an exponential is the trace
@@ -194,6 +193,33 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     row = {"name": entry["name"], "folder": str(folder), **scores_of(worst), "verdict": verdict, "reason": reason,
            "labels": changes_of(labels, maps, np.exp(before))}
     return finished_row(row, entry, out, [*paths, folder / MIDDLE])
+
+
+def half_ways(there, back):
+    """Two fields between two scans, (1, N, *size) in voxels: from the middle to the second scan, and to the first.
+
+    there, back: fields of that shape from the first scan to the second, and from the second to the first, without their
+    affine part. Swapping them swaps the result.
+    """
+    there, back = (logarithm(continued(field, MARGIN)) for field in (there, back))
+    inside = (..., *[slice(MARGIN, -MARGIN)] * (there.dim() - 2))
+    velocity = 0.5 * (there - back)
+    return exponential(0.5 * velocity)[inside], exponential(-0.5 * velocity)[inside]
+
+
+def continued(field, margin):
+    """A field with `margin` voxels around its grid, in which it goes on as it comes in, so that growth does not stop at
+    the field of view: along each axis twice the value of the face minus the mirror image.
+
+    field: (1, N, *size) in voxels. A mirror image beyond the far face is that of the face.
+    """
+    for axis in range(2, field.dim()):
+        n = field.shape[axis]
+        away = torch.arange(1, margin + 1).clamp(max=n - 1)
+        low = 2 * field.narrow(axis, 0, 1) - field.index_select(axis, away.flip(0))
+        high = 2 * field.narrow(axis, n - 1, 1) - field.index_select(axis, n - 1 - away)
+        field = torch.cat([low, field, high], axis)
+    return field
 
 
 def middle_grid(scans, to_scan):

@@ -25,8 +25,7 @@ from Study.thumbnails import gallery_html, thumbnail
 
 BLOCK = 10  # frames
 MM, SECONDS, OF_TIME = 2, 8, 56  # codes of NIfTI's xyzt_units, and the bits for the unit of time
-RADIUS_MM = 50.0  # of the sphere on which a rotation becomes millimetres (Power et al., NeuroImage 2012)
-MOVED_MM = 0.5  # framewise displacement above which a frame is counted, as is usual for brains
+MOVED = 0.01  # framewise displacement above which a frame is counted, in radii: 0.5 mm for a human head, as is usual
 PARAMETERS = ("trans_x", "trans_y", "trans_z", "rot_x", "rot_y", "rot_z")
 
 
@@ -34,6 +33,8 @@ def motion(args):
     """`omnimorph motion`; returns the exit code."""
     if args.bids:
         split_name(args.series)  # refuses a name without entities
+    if not args.radius > 0:
+        raise InputError(f"--radius {args.radius:g}: it must be a number above 0.")
     shape, affine = shape_of(args.series)
     count = shape[-1]
     if args.reference not in ("mean", "middle") and not (args.reference.isdecimal() and int(args.reference) < count):
@@ -60,7 +61,7 @@ def motion(args):
                 raise InputError(failed[0]["reason"])
             if number < passes - 1:
                 write_volume(out / "reference.nii.gz", mean_of(rows), affine)
-        table = join(out, rows, args.series, shape, affine)
+        table = join(out, rows, args.series, shape, affine, args.radius)
         page = write_motion_page(out, rows, table, failed, affine, args)
         mean = average([row["framewise_displacement"] for row in table])
         return end(out, rows, failed, settings, page, args.strict,
@@ -124,8 +125,8 @@ def mean_of(rows):
     return (total / max(sum(map(sum, good)), 1)).astype(np.float32)
 
 
-def join(out, rows, series, shape, affine):
-    """Write aligned.nii.gz and motion.tsv. Returns: the rows of the table."""
+def join(out, rows, series, shape, affine, radius_mm):
+    """Write aligned.nii.gz and motion.tsv. Returns: the rows of the table. radius_mm: as in `displacement`."""
     header = nibabel.Nifti1Header()
     header.set_data_shape(shape)
     header.set_zooms(np.abs(open_nifti(series).header.get_zooms()[:4]))  # the fourth: the time of a frame
@@ -136,7 +137,7 @@ def join(out, rows, series, shape, affine):
     for frame in (frame for row in rows for frame in row["frames"]):
         now = None if frame["matrix"] is None else parameters_of(np.array(frame["matrix"]), centre_mm)
         follows = table and frame["frame"] == table[-1]["frame"] + 1  # not so after a block that failed
-        moved = displacement(now - before) if follows and now is not None and before is not None else None
+        moved = displacement(now - before, radius_mm) if follows and now is not None and before is not None else None
         table.append({"frame": frame["frame"], **dict(zip(PARAMETERS, [None] * 6 if now is None else now.tolist())),
                       "framewise_displacement": moved,
                       **{key: frame[key] for key in ("similarity_before", "similarity", "verdict")}})
@@ -156,18 +157,22 @@ def parameters_of(matrix, centre_mm):
                      np.arctan2(turn[1, 0], turn[0, 0])])
 
 
-def displacement(change):
-    """Framewise displacement in mm of a change of the six parameters (Power et al., NeuroImage 2012)."""
-    return float(np.abs(change[:3]).sum() + RADIUS_MM * np.abs(change[3:]).sum())
+def displacement(change, radius_mm):
+    """Framewise displacement in mm of a change of the six parameters (Power et al., NeuroImage 2012).
+
+    radius_mm: of the sphere on which a rotation becomes millimetres.
+    """
+    return float(np.abs(change[:3]).sum() + radius_mm * np.abs(change[3:]).sum())
 
 
 def write_motion_page(out, rows, table, failed, affine, args):
     """Write motion.html. Returns: the page's path."""
     moved = [row["framewise_displacement"] for row in table if row["framewise_displacement"] is not None]
-    many = [row for row in table if (row["framewise_displacement"] or 0) > MOVED_MM]
+    limit_mm = MOVED * args.radius
+    many = [row for row in table if (row["framewise_displacement"] or 0) > limit_mm]
     cards = [("frames", len(table), f"{len(failed)} blocks left out" if failed else ""),
              ("mean displacement", f"{average(moved):.3f} mm" if moved else "-", "from frame to frame"),
-             ("largest", f"{max(moved):.2f} mm" if moved else "-", ""), (f"above {MOVED_MM} mm", len(many), "frames")]
+             ("largest", f"{max(moved):.2f} mm" if moved else "-", ""), (f"above {limit_mm:g} mm", len(many), "frames")]
     header = ["frame", *PARAMETERS, "displacement, mm", "similarity before", "similarity", "verdict"]
     lines = [[row["frame"], *[row[key] for key in PARAMETERS], row["framewise_displacement"],
               row["similarity_before"], row["similarity"], row["verdict"]] for row in table]

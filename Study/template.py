@@ -266,7 +266,8 @@ def logarithm(field, rounds=2):
 
     v <- v + (field after exp(-v)), the first term of the Baker-Campbell-Hausdorff series (Bossa et al., MICCAI 2007).
     More rounds gain less than the error of interpolation.
-    field: (1, N, *size) displacement in voxels, zero at the border.
+    field: (1, N, *size) displacement in voxels. Beyond the grid it counts as zero, so a field that is not zero at the
+    border needs a margin.
     """
     velocity = field
     for _ in range(rounds):

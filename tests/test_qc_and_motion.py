@@ -164,7 +164,8 @@ def test_parameters_are_those_of_the_map():
     centre = np.array([10.0, -5.0, 3.0])
     found = parameters_of(rigid([1.0, 2.0, -3.0], 5.0, centre), centre)
     np.testing.assert_allclose(found, [1, 2, -3, 0, 0, np.deg2rad(5)], atol=1e-12)
-    assert displacement(np.array([1.0, -2.0, 0, 0, 0.01, 0])) == pytest.approx(3.5)
+    assert displacement(np.array([1.0, -2.0, 0, 0, 0.01, 0]), 50) == pytest.approx(3.5)
+    assert displacement(np.array([1.0, -2.0, 0, 0, 0.01, 0]), 5) == pytest.approx(3.05)
 
 
 def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
@@ -242,7 +243,7 @@ def test_a_bad_frame_is_empty_and_all_keep_their_numbers_and_the_unit_of_time(tm
         np.testing.assert_allclose(mean, volumes[..., [0, 2, 3]].mean(-1), atol=1e-5)
     np.testing.assert_allclose(shown[2], volumes[..., [0, 2, 3]].std(-1), atol=1e-5)
     blocks[1]["frames"][0]["frame"] = 6  # as after a block that failed as a whole
-    left = motion.join(tmp_path / "out", blocks, tmp_path / f"bold{suffix}", frames.shape, AFFINE)
+    left = motion.join(tmp_path / "out", blocks, tmp_path / f"bold{suffix}", frames.shape, AFFINE, 50)
     assert [row["framewise_displacement"] for row in left] == [None] * 4
 
 
