@@ -38,9 +38,9 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, judged, device="c
     fixed, warped, field = fixed.every(step), warped[(slice(None, None, step),) * warped.ndim], every(field, step)
     by_header = np.zeros_like(field)
     before = apply_field(moving.array, moving.affine, by_header, fixed.affine)
-    if moving.mask is None:
+    if moving.mask is None or (moving.mask > 0).all():
         known, order, source = np.ones(moving.array.shape, np.uint8), 0, moving.array
-    else:  # interpolated like the image, so that voxels partly outside the mask do not count
+    else:  # interpolated like the image, so that voxels partly outside the mask do not count; its 0 is outside too
         known, order, source = (moving.mask > 0).astype(np.float32), 1, moving.array[moving.mask > 0]
     seen_before, seen = (apply_field(known, moving.affine, each, fixed.affine, order=order) > 0.999
                          for each in (by_header, field))

@@ -1,12 +1,16 @@
 """Inference/scores.py: scores on the fixed grid, against known answers."""
+import dataclasses
+
 import numpy as np
 import pytest
 from scipy import ndimage
 
 from Dataloader.nifti import is_segmentation
 from Dataloader.synthetic import make_subject
+from Dataloader.volume import Volume
+from Inference.labels import apply_field
 from Inference.registration import register
-from Inference.scores import affine_scores, image_scores, inverse_scores, label_scores, said_of_labels
+from Inference.scores import affine_scores, image_scores, inverse_scores, label_scores, pair_scores, said_of_labels
 from tests import tiny
 from tests.test_nifti import make_affine, rotation
 
@@ -76,6 +80,17 @@ def test_a_mask_says_what_counts(textured):
     mask[:8] = 1
     scores, body = image_scores(textured, textured, broken, broken, everywhere(), everywhere(), mask)
     assert scores["similarity"] > 0.999 and body.sum() == 8 * 28 * 22
+
+
+def test_a_moving_mask_that_leaves_nothing_out_scores_as_none(textured):
+    """Beyond the moving field of view nothing is seen, though such a mask has no 0 that could say so."""
+    fixed, moving = (Volume(array, np.eye(4), word) for array, word in ((textured, "fixed"), (textured[:12], "moving")))
+    field = np.zeros((3, *SHAPE), np.float32)
+    warped = apply_field(*moving, field, np.eye(4))
+    judged = {"compared_by": "correlation", "one_sign": None, "overlap_percent": 50.0}
+    plain, masked = (pair_scores(fixed, dataclasses.replace(moving, mask=mask), field, warped, np.eye(4), None, judged)
+                     for mask in (None, np.ones(moving.array.shape, np.float32)))
+    assert masked == plain and masked["covered_percent"] == pytest.approx(50)
 
 
 def test_similarity_before_does_not_depend_on_model_or_config():
