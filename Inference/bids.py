@@ -130,7 +130,7 @@ def write_bids(out, series=None):
             sidecar = {"Sources": sources, **({"SpatialReference": row["fixed"]} if "fixed" in row else {})}
             if path.name == "aligned.nii.gz":  # with the times of the frames, which are those of its source
                 with contextlib.suppress(OSError, ValueError, TypeError):
-                    sidecar = {**json.loads(sidecar_of(Path(row["series"])).read_text()), **sidecar}
+                    sidecar = {**json.loads(sidecar_of(Path(row["series"])).read_bytes()), **sidecar}
             sidecar |= COLUMNS if path.suffix == ".tsv" else {}
             target.parent.mkdir(parents=True, exist_ok=True)
             write_file(target, path.read_bytes())

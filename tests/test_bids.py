@@ -59,7 +59,8 @@ def test_a_segmented_list(study):
 
 def test_an_aligned_series(study):
     path, out = study / "sub-01_ses-1_task-rest_space-T1w_desc-preproc_bold.nii.gz", study / "out"
-    path.with_name(path.name.replace(".nii.gz", ".json")).write_text('{"RepetitionTime": 2.5}')
+    path.with_name(path.name.replace(".nii.gz", ".json")).write_text(
+        '{"RepetitionTime": 2.5, "InstitutionName": "Klinik S\u00fcd"}', encoding="utf-16")
     frame = make_subject(0, (14, 16, 18))["image"]
     write_volume(path, np.stack([frame] * 2, -1), np.eye(4))
     words = ["motion", "--series", str(path), "--reference", "0", "--device", "cpu", "--out", str(out)]
@@ -72,7 +73,8 @@ def test_an_aligned_series(study):
     about = json.loads((out / f"bids/{name}-motion_timeseries.json").read_text())
     columns = (out / f"bids/{name}-motion_timeseries.tsv").read_text().splitlines()[0].split("\t")
     assert about.pop("Sources") == [str(path)] and list(about) == columns
-    assert json.loads((out / f"bids/{name}-aligned_bold.json").read_text())["RepetitionTime"] == 2.5
+    aligned = json.loads((out / f"bids/{name}-aligned_bold.json").read_text())
+    assert aligned["RepetitionTime"] == 2.5 and aligned["InstitutionName"] == "Klinik S\u00fcd", "in any encoding"
     assert OM_study.main(words) == 0 and files(out / "bids") == ["dataset_description.json"], "those of the last run"
 
 
