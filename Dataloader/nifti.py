@@ -533,7 +533,7 @@ def write_field(path, field, affine, header=None):
     field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine, header: of the fixed volume; the
     descriptive fields of the header are kept.
     """
-    header = nibabel.Nifti1Header.from_header(header)
+    header = nibabel.Nifti1Header() if header is None else header.copy()
     header.set_intent(VECTOR)
     vectors = np.empty((*field.shape[1:], *[1] * (3 - len(field)), 1, 3), np.float32)
     for slab in slabs(field.shape[1:]):

@@ -178,7 +178,7 @@ def write_warped(path, warped, source, affine, fixed_header):
 
     Whole numbers keep the type of the moving file, `source`. affine, fixed_header: of the fixed volume.
     """
-    header = nibabel.Nifti1Header.from_header(fixed_header)
+    header = fixed_header.copy()  # of its kind: the axes of NIfTI-1 end at 32767
     header["cal_min"] = header["cal_max"] = 0
     write_moved(path, warped, source, affine, header, kinds="iu")
 

@@ -3,7 +3,7 @@ import nibabel
 import numpy as np
 import pytest
 
-from Dataloader.nifti import read_raw_header, write_volume
+from Dataloader.nifti import read_field, read_raw_header, read_volume, write_field, write_volume
 from Inference.outputs import write_moved, write_warped
 from tests.test_nifti import OBLIQUE
 
@@ -40,3 +40,14 @@ def test_the_number_type_of_the_source_is_kept(tmp_path, dtype, slope, moved, wa
         limits = (0, 255) if expected == np.uint8 else (-32768, 32767)
         values = np.clip(np.rint(ARRAY), *limits) if whole else ARRAY
         np.testing.assert_array_equal(np.asarray(image.dataobj), values.astype(expected))
+
+
+def test_an_axis_longer_than_nifti_1_has_is_written_as_nifti_2(tmp_path):
+    source, shape = tmp_path / "source.nii", (33000, 2)
+    write_volume(source, np.zeros(shape, np.uint8), OBLIQUE)
+    header, array = read_raw_header(source), np.float32(np.arange(66000).reshape(shape) % 200)
+    write_warped(tmp_path / "warped.nii", array, source, OBLIQUE, header)
+    write_field(tmp_path / "field.nii", np.ones((2, *shape), np.float32), OBLIQUE, header)
+    assert isinstance(nibabel.load(tmp_path / "warped.nii"), nibabel.Nifti2Image)
+    np.testing.assert_array_equal(read_volume(tmp_path / "warped.nii", 2)[0], array)
+    np.testing.assert_allclose(read_field(tmp_path / "field.nii", 2)[0], 1, atol=1e-4)
