@@ -544,9 +544,11 @@ def write_field(path, field, affine, header=None):
 def write_field_learn2reg(path, field, affine):
     """Write a field as Learn2Reg scores it: (X, Y, Z, 3) float32 in voxels, to be named disp_<fixed>_<moving>.nii.gz.
 
-    field: (3, D, H, W) in voxels. affine: 4x4, of the fixed volume.
+    field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine: 4x4, of the fixed volume.
     """
-    write_volume(path, np.moveaxis(np.asarray(field, np.float32), 0, -1), affine)
+    vectors = np.zeros((*field.shape[1:], *[1] * (3 - len(field)), 3), np.float32)
+    vectors[..., :len(field)] = np.moveaxis(field, 0, -1).reshape(*vectors.shape[:-1], len(field))
+    write_volume(path, vectors, affine)
 
 
 def read_field(path, dims=3):

@@ -95,8 +95,11 @@ def test_fields_of_slices(tmp_path):
     field = random_field(2, (20, 24), 0.06, dims=2)
     write_field(tmp_path / "field.nii.gz", field, affine)
     assert nibabel.load(tmp_path / "field.nii.gz").shape == (20, 24, 1, 1, 3)
-    found, _ = read_field(tmp_path / "field.nii.gz", dims=2)
-    assert found.shape == (2, 20, 24) and np.abs(found - field).max() < 1e-4
+    write_field_learn2reg(tmp_path / "disp_0001_0002.nii.gz", field, affine)
+    assert nibabel.load(tmp_path / "disp_0001_0002.nii.gz").shape == (20, 24, 1, 3)
+    for name in ("field.nii.gz", "disp_0001_0002.nii.gz"):
+        found, _ = read_field(tmp_path / name, dims=2)
+        assert found.shape == (2, 20, 24) and np.abs(found - field).max() < 1e-4
     write_field(tmp_path / "field.nii.gz", random_field(2, (8, 9, 10), 0.06), affine)
     with pytest.raises(InputError, match="field.nii.gz: the field has 10 planes"):
         read_field(tmp_path / "field.nii.gz", dims=2)
