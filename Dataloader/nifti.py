@@ -516,15 +516,18 @@ def from_itk(vectors_mm, affine, dims):
 
 
 def require_one_plane(path, shape, dims):
-    """Raise InputError for a field of several planes if the volumes are 2D, and of one if they are 3D.
+    """Raise InputError for a field of several planes if the volumes are 2D, and of one, along any axis, if they are 3D.
 
-    shape: X, Y, Z and maybe more.
+    shape: X, Y, Z and maybe more, a tuple.
     """
     if dims == 3 and shape[2] == 1:
         raise InputError(f"{path}: the field has a single plane; for 2D volumes add --dims 2.")
     if dims == 2 and shape[2] != 1:
         raise InputError(f"{path}: the field has {shape[2]} planes, but the volumes are 2D; give a field with a "
                          "single plane.")
+    if 1 in shape[:dims]:
+        raise InputError(f"{path}: shape {tuple(shape)} has one point along axis {shape.index(1)}, and a field needs "
+                         "at least two along each axis of the volumes; check the order of its axes.")
 
 
 def write_field(path, field, affine, header=None):

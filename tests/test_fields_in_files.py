@@ -158,6 +158,8 @@ def test_fields_of_other_programs_are_not_taken_for_ours(tmp_path, kind, words):
 @pytest.mark.parametrize("array, words", [
     (np.zeros((4, 5, 6), np.float32), "shape .4, 5, 6. is not a displacement field"),
     (np.zeros((4, 5, 6, 2), np.float32), "is not a displacement field"),
+    (np.zeros((1, 5, 6, 1, 3), np.float32), "has one point along axis 0"),
+    (np.zeros((4, 1, 6, 3), np.float32), "has one point along axis 1"),
     (np.full((4, 5, 6, 3), np.nan, np.float32), "360 numbers are NaN")])
 def test_what_is_no_field_is_refused(tmp_path, array, words):
     write_volume(tmp_path / "field.nii.gz", array, np.eye(4))
