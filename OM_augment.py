@@ -310,8 +310,8 @@ def try_draws(item, draws):
 def make_draws(item, draws):
     """Write some draws of one volume. draws: their numbers. Returns: their records."""
     job, out = WORKER["job"], Path(WORKER["job"]["out"])
+    digests = source_digests(item)  # before the files are read: one that is replaced meanwhile is deformed again
     volume = read_item(item, WORKER["cfg"]["model.dims"], job["labels"], job["nnunet"])
-    digests = source_digests(item)
     records = []
     for draw in draws:
         rng_key = (job["seed"], subject_number(item["id"]), draw)

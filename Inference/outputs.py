@@ -50,7 +50,7 @@ ROW = ("overlap_percent", "covered_percent", "body_overlap", "folding_body_perce
 
 def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, None), disp=None, also=(),
               carried="smooth", picture=True, earlier=None):
-    """Write the files of a registered pair and return its row of the results.
+    """Write the files of a registered pair and return its row of the results, without its "source".
 
     folder: of the pair. out: of the results, the same for a single pair. pair: its name and its files, TO_REGISTER.
     labels: the label maps of fixed and moving volume, on their grids, or None. points_mm: their landmarks, (P, 3), or
@@ -85,7 +85,7 @@ def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, N
         write_file(folder / "picture.png", figure_png(pair_figure(shown)))
         if folder != out:  # of a list: the page of a single pair is the report
             write_pair_page(folder, row, shown)
-    return {**row, "source": source_digests(pair), "files": file_digests(output_files(folder, disp), out)}
+    return {**row, "files": file_digests(output_files(folder, disp), out)}
 
 
 def scores_of(result):
@@ -121,7 +121,7 @@ def save(result, folder):
             write_volume(files[key], volume.array.astype(volume.dtype) if whole else volume.array, volume.affine,
                          volume.header)
     pair = {"name": f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}", **files}
-    rows = [write_row(folder, folder, pair, result)]
+    rows = [{**write_row(folder, folder, pair, result), "source": source_digests(pair)}]
     dims = result.fixed.array.ndim
     write_report(folder, rows, [], "omnimorph.register", dims)
     write_results(folder, rows, [], {"config": {"model.dims": dims}}, complete=True)

@@ -198,7 +198,7 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
 
     out: Path of the results; the caller holds its lock. tasks: list of (entry, folder): a dict with "name" and the
     paths of the input files, and the Path for its results. function(entry, folder, earlier row or None) returns the
-    row, a dict with its "source" and "files". settings: plain JSON on which the rows depend.
+    row, a dict with its "files"; `do_one` adds its "source". settings: plain JSON on which the rows depend.
     doing, unit: words of the bar. again: repeat everything. resumes: False for a single entry, which is always done and
     has no bar. begin: called once in each process of several `workers`. beside: further folders of results whose
     entries count as done.
@@ -261,10 +261,13 @@ def begin_worker(threads, begin):
 
 
 def do_one(function, out, of_list, entry, folder, earlier):
-    """function(entry, folder, earlier): the row, or the sentence of its error, which does not stop a list."""
+    """function(entry, folder, earlier): the row and its "source", or the sentence of its error, which does not stop a
+    list."""
     name = " and ".join(str(entry[key]) for key in ("fixed", "moving") if key in entry) or entry["name"]
     try:
-        return attempt(name, function, entry, folder, earlier)
+        source = source_digests(entry)  # before the files are read: one that is replaced meanwhile is done again
+        row = attempt(name, function, entry, folder, earlier)
+        return row if isinstance(row, str) else {**row, "source": source}
     except OSError as error:
         if not error.filename or Path(out).resolve() in Path(error.filename).resolve().parents:
             raise  # the results of no entry can be written

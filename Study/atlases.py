@@ -245,7 +245,7 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
         for value, score in zip(values, scores):
             labels[str(value)]["dice"] = None if score != score else score
         row["dice"] = average(scores)
-    return common.finished_row(row, entry, out, paths)
+    return common.finished_row(row, out, paths)
 
 
 def sizes(inside, doubt, affine):

@@ -19,7 +19,7 @@ from Dataloader.datalist import (
 )
 from Inference.outputs import make_folder, scores_of
 from Inference.registration import register
-from Inference.results import file_digests, require_own, source_digests, write_results
+from Inference.results import file_digests, require_own, write_results
 from Report.page import cards_html, findings_html, write_page
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
@@ -65,9 +65,9 @@ def write_study_page(path, title, lead, cards, rows, failed, sections):
     return write_page(path, title, lead, [("", top), *sections], sortable=True)
 
 
-def finished_row(row, entry, out, paths):
-    """A row with the digests that resuming needs: of the entry's files and of the files that were written."""
-    return {"labels": {}, "warnings": [], **row, "source": source_digests(entry), "files": file_digests(paths, out)}
+def finished_row(row, out, paths):
+    """A row with the digests of the files that were written; `do_all` adds those of the files that were read."""
+    return {"labels": {}, "warnings": [], **row, "files": file_digests(paths, out)}
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def aligned_row(found, entry, folder, out, paths, **more):
     """The `finished_row` of a registration, without warnings: other steps repeat them. more: further columns."""
     row = {"name": entry["name"], "folder": str(folder), **scores_of(found), "verdict": found.verdict,
            "reason": found.reason, "matrix": found.matrix.tolist(), **more}
-    return {**finished_row(row, entry, out, paths), "warnings": []}
+    return {**finished_row(row, out, paths), "warnings": []}
 
 
 def voxel_volume(affine, dims):

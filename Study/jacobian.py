@@ -103,7 +103,7 @@ def map_subject(out, smooth_mm, rows, entry, folder, earlier):
     maps, paths = write_maps(folder, maps, affine, smooth_mm)
     row = {"name": entry["name"], "folder": str(folder), "fixed": str(entry["fixed"]),
            "labels": changes_of(labels, maps)}
-    return finished_row(row, entry, out, paths)
+    return finished_row(row, out, paths)
 
 
 def write_maps(folder, maps, affine, smooth_mm):
@@ -192,7 +192,7 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
                           key=lambda each: VERDICTS.index(each[0]))
     row = {"name": entry["name"], "folder": str(folder), **scores_of(worst), "verdict": verdict, "reason": reason,
            "labels": changes_of(labels, maps, np.exp(before))}
-    return finished_row(row, entry, out, [*paths, folder / MIDDLE])
+    return finished_row(row, out, [*paths, folder / MIDDLE])
 
 
 def half_ways(there, back):

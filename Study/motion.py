@@ -111,7 +111,7 @@ def align_block(out, series, count, options, entry, folder, earlier):
     reason = f"frame {bad[0]['frame']}: {bad[0]['reason']}" if bad else ""
     row = {"name": entry["name"], "folder": str(folder), "frames": frames, "verdict": "failed" if bad else "ok",
            "reason": reason}
-    return finished_row(row, entry, out, [path])
+    return finished_row(row, out, [path])
 
 
 def blocks_of(rows):

@@ -116,7 +116,7 @@ def draw_row(out, rows, entry, folder, earlier):
                          "again.")
     path = folder / f"{entry['name'].replace('/', '%2F')}.png"
     write_file(path, thumbnail(image, affine, outlines, heat))
-    return finished_row({**numbers_of(row), "folder": str(folder), "picture": path.name}, entry, out, [path])
+    return finished_row({**numbers_of(row), "folder": str(folder), "picture": path.name}, out, [path])
 
 
 def numbers_of(row):

@@ -116,6 +116,7 @@ def finished_earlier(items, settings, out):
 def build(items, options, settings, out, args):
     """All rounds. Returns: rows of the subjects, failed ones, and the history, a dict for each round."""
     left_out, history, starts = {}, [], {}
+    items = [{**item, "source": source_digests(entry_of(item))} for item in items]  # as they are before they are read
     start = read_source(str(args.start or middle_subject(items, left_out)), "start")
     canonical, turned = to_canonical(start.array, start.affine)
     voxel_mm = np.linalg.norm(turned[:3, :canonical.ndim], axis=0)
@@ -402,7 +403,7 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
             maps[row["name"]] = apply_label(*found, field, affine)
             write_volume(paths[-1], maps[row["name"]], affine)
             row["moving_label"] = os.path.abspath(label)
-        done.append(common.finished_row(row, entry_of(items[row["name"]]), out, paths))
+        done.append(common.finished_row({**row, "source": items[row["name"]]["source"]}, out, paths))
     if maps:
         label = vote(list(maps.values()))[0]
         write_volume(out / LABEL, label, affine)
@@ -419,8 +420,7 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
                          for other in list(maps.values())[:number]])
         if pairs is not None:
             history[-1]["dice_pairs"] = pairs
-    failed = [{"name": name, "reason": reason, "source": source_digests(entry_of(items[name]))}
-              for name, reason in left_out.items()]
+    failed = [{"name": name, "reason": reason, "source": items[name]["source"]} for name, reason in left_out.items()]
     write_file(out / "convergence.json", json.dumps(history, indent=1) + "\n")
     shared = [out / TEMPLATE, *(out / f"round_{entry['round']}" / TEMPLATE for entry in history)]
     shared += [out / LABEL] * bool(maps)

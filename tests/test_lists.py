@@ -155,6 +155,24 @@ def test_a_row_is_kept_with_the_paths_of_now_and_done_again_if_a_file_may_not_be
     assert kept_rows(read_results(tmp_path / "out"), {}, [now], tmp_path / "out") == {}
 
 
+def test_a_file_that_is_replaced_while_it_is_registered_is_done_again(data, tmp_path, monkeypatch, capsys):
+    def overtaken(initial, fixed, moving, *more, **options):
+        found = register_from(initial, fixed, moving, *more, **options)
+        if "sub-01" in moving.name:
+            shutil.copy(data / "sub-03_T1w.nii.gz", moving)
+        return found
+
+    register_from = register_pairs.register_from
+    words = ("--fixed", data / "sub-00_T1w.nii.gz", "--moving", *(data / f"sub-0{n}_T1w.nii.gz" for n in (1, 2)),
+             "--out", tmp_path / "out")
+    with monkeypatch.context() as patched:
+        patched.setattr(register_pairs, "register_from", overtaken)
+        assert call(*words) == 0
+    capsys.readouterr()
+    assert call(*words) == 0 and "keeping 1 of 2 pairs" in capsys.readouterr().err
+    assert call(*words) == 0 and "keeping 2 of 2 pairs" in capsys.readouterr().err
+
+
 def test_tables_folders_patterns_and_names(data):
     (data / "pairs.csv").write_text("fixed;moving;name;age\nsub-00_T1w.nii.gz;sub-01_T1w.nii.gz;first;7\n"
                                     "sub-00_T1w.nii.gz;sub-02_T1w.nii.gz;;8\n")
