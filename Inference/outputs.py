@@ -108,9 +108,9 @@ def save(result, folder):
     require_apart(folder, [volume.path for volume in volumes.values() if volume.path])
     require_own(folder, [folder])
     files = {key: volume.path or folder / f"{key}.nii.gz" for key, volume in volumes.items()}
-    own = [row.get(key) for row in read_results(folder)["pairs"].values() for key in files]  # of an earlier save
-    taken = next((path for key, path in files.items()
-                  if not volumes[key].path and path.exists() and os.path.abspath(path) not in own), None)
+    own = (read_results(folder)["settings"] or {}).get("from_memory", [])  # an earlier save wrote them
+    given = [path for key, path in files.items() if not volumes[key].path]
+    taken = next((path for path in given if path.exists() and path.name not in own), None)
     if taken:
         raise InputError(f"{taken}: it exists, and the volume that was given in memory would replace it; name another "
                          "folder.")
@@ -124,7 +124,8 @@ def save(result, folder):
     rows = [{**write_row(folder, folder, pair, result), "source": source_digests(pair)}]
     dims = result.fixed.array.ndim
     write_report(folder, rows, [], "omnimorph.register", dims)
-    write_results(folder, rows, [], {"config": {"model.dims": dims}}, complete=True)
+    settings = {"config": {"model.dims": dims}, "from_memory": [path.name for path in given]}
+    write_results(folder, rows, [], settings, complete=True)
 
 
 def make_folder(path):

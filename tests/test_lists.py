@@ -308,6 +308,26 @@ def test_a_result_saves_what_the_command_writes(data, tmp_path):
         found.save(paths[0])
 
 
+def in_memory(*seeds):
+    """A Result of two 2D volumes that are in no file."""
+    volumes = [(make_subject(seed, (16, 17), dims=2)["image"], np.eye(4)) for seed in seeds]
+    return omnimorph.register(*volumes, affine=False, refine=False, device="cpu")
+
+
+def test_a_saved_result_replaces_its_own_volumes_and_none_of_the_user(tmp_path):
+    path, result = tmp_path / "theirs/fixed.nii.gz", in_memory(1, 2)
+    write_volume(path, make_subject(0, (16, 17), dims=2)["image"], np.eye(4))
+    given = path.read_bytes()
+    omnimorph.register(path, tuple(result.moving), affine=False, refine=False, device="cpu").save(path.parent)
+    with pytest.raises(InputError, match="fixed.nii.gz: it exists, and the volume that was given in memory"):
+        result.save(path.parent)
+    assert path.read_bytes() == given
+    for seeds in ((1, 2), (3, 4)):
+        in_memory(*seeds).save(tmp_path / "ours")
+    found = nibabel.load(tmp_path / "ours/fixed.nii.gz").get_fdata()[..., 0]
+    np.testing.assert_array_equal(found, make_subject(3, (16, 17), dims=2)["image"])
+
+
 def test_labels_of_another_size_and_landmarks_are_registered_drawn_and_scored(data, tmp_path):
     """Also labels with numbers that float32 does not have."""
     words, unit = ["--resample-labels", "--labels", "nearest", "--out", tmp_path / "out"], 100_000_007
