@@ -114,7 +114,10 @@ def save(result, folder):
     if taken:
         raise InputError(f"{taken}: it exists, and the volume that was given in memory would replace it; name another "
                          "folder.")
+    dims = result.fixed.array.ndim
+    settings = {"config": {"model.dims": dims}, "from_memory": [path.name for path in given]}
     make_folder(folder)
+    write_results(folder, [], [], settings, complete=False)  # after an interruption the files are still of a save
     for key, volume in volumes.items():
         if not volume.path:
             whole = volume.dtype is not None and volume.dtype.kind in "iu"
@@ -122,9 +125,7 @@ def save(result, folder):
                          volume.header)
     pair = {"name": f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}", **files}
     rows = [{**write_row(folder, folder, pair, result), "source": source_digests(pair)}]
-    dims = result.fixed.array.ndim
     write_report(folder, rows, [], "omnimorph.register", dims)
-    settings = {"config": {"model.dims": dims}, "from_memory": [path.name for path in given]}
     write_results(folder, rows, [], settings, complete=True)
 
 

@@ -99,9 +99,10 @@ def means(rows, failed):
 
 
 def write_report(folder, rows, failed, lead, dims):
-    """Write report.html and print its table. It shows a single pair itself; several pairs get a page each.
+    """Write report.html. It shows a single pair itself; several pairs get a page each.
 
-    rows, failed: of the results, at least one row. lead: how the pairs were registered. Returns: the page's path.
+    rows, failed: of the results, at least one row. lead: how the pairs were registered.
+    Returns: the page's path; the scores of the pairs as a table for a terminal.
     """
     columns = spread(rows, COLUMNS)
     by_dice = all(row.get("dice") is not None for row in rows)
@@ -114,7 +115,6 @@ def write_report(folder, rows, failed, lead, dims):
     if len(rows) > 1:
         summary = [["mean", "", *[mean for mean, _, _ in columns.values()]],
                    ["sd", "", *[deviation for _, deviation, _ in columns.values()]]]
-    print(text_table(header, lines + summary, formats))
     sections = [("", verdicts_html(ordered))]
     notes = [[entry["name"], "failed", entry["reason"]] for entry in failed]
     notes += [[row["name"], "warning", sentence] for row in ordered for sentence in row["warnings"]]
@@ -132,7 +132,8 @@ def write_report(folder, rows, failed, lead, dims):
                 "headers place the volumes. Seconds without reading files.")
         sections += [("Scores", cards_html(score_cards(columns, len(rows)), EXPLAINED)),
                      ("Pairs", table_html(header, linked, note, formats, EXPLAINED))]
-    return write_page(folder / "report.html", title, how, sections, viewer=True)
+    page = write_page(folder / "report.html", title, how, sections, viewer=True)
+    return page, text_table(header, lines + summary, formats)
 
 
 def link(path, folder):

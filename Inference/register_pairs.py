@@ -159,8 +159,8 @@ def register_all(args):
                               resumes=is_list(args), begin=functools.partial(begin_worker, args), beside=beside)
         rows = judge_list(rows)
         if rows:
-            page = write_report(home, rows, failed, how_registered(args), cfg["model.dims"])
-            print(f"\nreport: {page.resolve()}")
+            page, table = write_report(home, rows, failed, how_registered(args), cfg["model.dims"])
+            print(f"{table}\n\nreport: {page.resolve()}")
             print(json.dumps(means(rows, failed)))
         write_results(home, rows, failed, settings, complete=True)
         if "bids" in args.also:

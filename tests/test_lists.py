@@ -1,5 +1,6 @@
 """Lists of pairs as people have them: one volume and a folder, tables, workers, and lists that grow."""
 import contextlib
+import io
 import json
 import shutil
 import subprocess
@@ -326,6 +327,23 @@ def test_a_saved_result_replaces_its_own_volumes_and_none_of_the_user(tmp_path):
         in_memory(*seeds).save(tmp_path / "ours")
     found = nibabel.load(tmp_path / "ours/fixed.nii.gz").get_fdata()[..., 0]
     np.testing.assert_array_equal(found, make_subject(3, (16, 17), dims=2)["image"])
+
+
+def test_a_save_needs_no_terminal_and_can_be_repeated_after_an_interruption(tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    result, path = in_memory(1, 2), tmp_path / "Gehirn_\u00fc.nii.gz"
+    write_volume(path, result.moving.array, np.eye(4))
+    result = omnimorph.register(tuple(result.fixed), path, affine=False, refine=False, device="cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr("Inference.outputs.write_report", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            result.save(tmp_path / "out")
+    assert not results(tmp_path / "out")["complete"] and (tmp_path / "out/warped.nii.gz").is_file()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    result.save(tmp_path / "out")
+    assert results(tmp_path / "out")["complete"] and (tmp_path / "out/report.html").is_file()
 
 
 def test_labels_of_another_size_and_landmarks_are_registered_drawn_and_scored(data, tmp_path):
