@@ -141,15 +141,18 @@ def register_all(args):
         number, count = map(int, args.part.split("/"))
         args.home = out / PARTS / f"{number}_of_{count}"
         pairs, tasks = pairs[number - 1::count], tasks[number - 1::count]
-        beside = [each for each in (out, *parts_of(out)) if each != args.home]
-        for each in beside:  # what the whole list or another division has done is kept, but neither may be at work
-            if each == out or each.name.rpartition("_of_")[2] != str(count):
-                run_lock.require_free(each)
     home = args.home
     make_folder(home)
     with contextlib.ExitStack() as locks:
-        for each in (home, *parts_of(home)):
+        # A part and the whole list each take their own lock before they look for the other's: one of them sees it.
+        locks.enter_context(run_lock.held_results(home))
+        for each in parts_of(home):
             locks.enter_context(run_lock.held_results(each))
+        if args.part:
+            beside = [each for each in (out, *parts_of(out)) if each != home]
+        for each in beside:  # what the whole list or another division has done is kept, but neither may be at work
+            if each == out or each.name.rpartition("_of_")[2] != str(count):
+                run_lock.require_free(each)
         require_own(out, folders)
         if not is_list(args):  # of a list, only that pair is refused
             require_apart(out, inputs_of(pairs[0], args))

@@ -111,6 +111,25 @@ def test_parts_of_a_list_are_joined(data, tmp_path, capsys):
         assert call(*words, "--out", out, "--part", part) == 43 and said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words, other", [(["--part", "1/3"], ""), ([], "parts/1_of_3"),
+                                          (["--part", "1/3"], "parts/1_of_2")])
+def test_a_part_and_the_whole_list_that_begin_together_do_not_both_work(data, tmp_path, monkeypatch, capsys, words,
+                                                                        other):
+    """The other one takes its lock at the last moment before this one has its own."""
+    other, held_results = tmp_path / "out" / other, run_lock.held_results
+
+    def just_later(folder):
+        other.mkdir(parents=True, exist_ok=True)
+        locks.enter_context(held(other))
+        monkeypatch.undo()
+        return held_results(folder)
+
+    monkeypatch.setattr(run_lock, "held_results", just_later)
+    with contextlib.ExitStack() as locks:
+        assert call("--fixed", data / "sub-00_T1w.nii.gz", "--moving", data, "--out", tmp_path / "out", *words) == 43
+        assert f"{other} is in use" in capsys.readouterr().err
+
+
 def test_a_file_that_may_not_be_read_and_a_fault_of_the_program_end_no_list(data, tmp_path, monkeypatch, capsys):
     def broken(pair, folder, earlier):
         if "sub-01" in pair["name"]:
