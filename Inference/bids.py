@@ -92,6 +92,24 @@ def require_own_names(rows):
             taken[name] = row["name"]
 
 
+def is_ours(folder):
+    """Whether a folder bids/ is one of `write_bids`, by its dataset_description.json."""
+    try:
+        about = json.loads((folder / "dataset_description.json").read_bytes())
+        return any(program["Name"] == "OmniMorph" for program in about["GeneratedBy"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def require_own_bids(out):
+    """Raise InputError if the folder of results has a folder bids/ with files of others, such as a raw data set."""
+    folder = Path(out) / "bids"
+    empty = folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())
+    if folder.exists() and not empty and not is_ours(folder):
+        raise InputError(f"{folder}: it is not of an earlier run, as its dataset_description.json would tell, and the "
+                         "BIDS derivatives would replace its files; name another --out.")
+
+
 def sidecar_of(target):
     """The .json beside a result, which a .nii.gz and a .h5 of one name share."""
     return target.with_name(f"{target.name.split('.')[0]}.json")
@@ -99,7 +117,7 @@ def sidecar_of(target):
 
 def drop_series(out):
     """Remove what an earlier `motion` wrote to bids/, which would outlive its results."""
-    for ending in OF_A_SERIES.values():
+    for ending in OF_A_SERIES.values() if is_ours(out / "bids") else ():
         for path in out.glob(f"bids/sub-*/**/sub-*_{ending.format(suffix='*')}"):
             path.unlink()
             sidecar_of(path).unlink(missing_ok=True)

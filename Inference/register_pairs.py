@@ -29,7 +29,7 @@ from Dataloader.points import point_files, read_points, write_points
 from Dataloader.transforms import read_any_field
 from Dataloader.volume import dims_of, shape_of
 from Diffusion.metrics import folding_percent
-from Inference.bids import require_own_names, write_bids
+from Inference.bids import require_own_bids, require_own_names, write_bids
 from Inference.choices import is_list
 from Inference.labels import apply_field, apply_label, carry
 from Inference.load_model import DEFAULTS, load_model
@@ -131,6 +131,7 @@ def register_all(args):
         require_own_disps(pairs, cfg["model.dims"])
     if "bids" in args.also:
         require_own_names(pairs)
+        require_own_bids(out)
     for suffix in args.also:
         if suffix == "h5" or f".{suffix}" in WRITTEN:
             import_sitk(out / f"field.{suffix}")  # a missing package is told before the work

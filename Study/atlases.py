@@ -16,7 +16,7 @@ from Dataloader.nifti import read_label, read_numbers, read_raw_header, read_vol
 from Dataloader.transforms import write_matrix
 from Dataloader.volume import dims_of
 from Diffusion.metrics import average, dice
-from Inference.bids import require_own_names
+from Inference.bids import require_own_bids, require_own_names
 from Inference.labels import apply_label, vote
 from Inference.outputs import grid_header, write_warped
 from Inference.results import do_all, kept_rows, read_results, require_apart, source_digests
@@ -40,6 +40,7 @@ def segment(args):
     images = common.volumes_of(args.images, args.ids, args.subject_pattern)
     if args.bids:
         require_own_names([{"name": item["id"], "image": item["image"]} for item in images])
+        require_own_bids(args.out)
     for atlas in atlases:  # one that was not taken may be taken once it has changed
         atlas["digests"] = source_digests({"image": atlas["image"], "label": atlas["label"]})
     voting = {item["id"]: voters(item, atlases, args.same_subject) for item in images}

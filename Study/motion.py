@@ -13,7 +13,7 @@ import numpy as np
 from Dataloader.formats import is_itk
 from Dataloader.nifti import READ_ERRORS, checked_image, open_nifti, read_affine, read_numbers, write_volume
 from Diffusion.metrics import average
-from Inference.bids import drop_series, split_name
+from Inference.bids import drop_series, require_own_bids, split_name
 from Inference.results import do_all
 from Report.charts import grid, line_chart
 from Report.page import table_html
@@ -33,6 +33,7 @@ def motion(args):
     """`omnimorph motion`; returns the exit code."""
     if args.bids:
         split_name(args.series)  # refuses a name without entities
+        require_own_bids(args.out)
     if not args.radius > 0:
         raise InputError(f"--radius {args.radius:g}: it must be a number above 0.")
     shape, affine = shape_of(args.series)

@@ -25,7 +25,7 @@ from Dataloader.nifti import read_label, read_volume, write_field, write_volume
 from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import compose, exponential, then_affine
 from Diffusion.metrics import average, dice
-from Inference.bids import require_own_names
+from Inference.bids import require_own_bids, require_own_names
 from Inference.labels import apply_field, apply_label, vote, without_affine
 from Inference.registration import Known
 from Inference.results import (
@@ -64,6 +64,7 @@ def template(args):
                          "more.")
     if args.bids:
         require_own_names([{**entry_of(item), "fixed": TEMPLATE} for item in items])
+        require_own_bids(args.out)
     settings = {"program": "template", "rounds": args.rounds, "affine": args.affine, "similarity": args.similarity,
                 "spacing_mm": args.spacing, "sharpen": args.sharpen, "symmetric": args.symmetric,
                 "start": args.start and (digest(args.start) or args.start)}

@@ -116,6 +116,21 @@ def test_studies_refuse_names_that_are_no_bids_before_the_work(study, words, cap
     assert "F.nii.gz: it has no BIDS name" in capsys.readouterr().err and not (study / "out").exists()
 
 
+@pytest.mark.parametrize("words", [
+    "register --fixed {0}/F.nii.gz --moving {0}/study --also bids", "motion --series {0}/sub-02_bold.nii.gz --bids",
+    "segment --atlases {0}/study --images {0}/study/sub-02 --bids", "template --images {0}/study --bids"])
+def test_a_data_set_of_others_in_the_way_is_refused_before_the_work(study, words, capsys):
+    program, *words = words.format(study).split()
+    path = study / "out/bids/dataset_description.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"Name": "raw", "GeneratedBy": [{"Name": "dcm2bids"}]}')
+    write_volume(study / "sub-02_bold.nii.gz", np.stack([make_subject(0, (14, 16, 18))["image"]] * 2, -1), np.eye(4))
+    main = OM_register.main if program == "register" else lambda words: OM_study.main([program, *words])
+    assert main([*words, "--device", "cpu", "--out", str(study / "out")]) == 43
+    assert f"{path.parent}: it is not of an earlier run" in capsys.readouterr().err
+    assert files(study / "out") == ["bids/dataset_description.json"] and "dcm2bids" in path.read_text()
+
+
 def test_entities_of_a_derivative_are_not_those_of_its_results():
     assert split_name("x/sub-1_acq-a_space-MNI_desc-preproc_T2w.nii.gz") == ("sub-1_acq-a", "T2w")
     for name in ("T1w", "sub-1", "sub-_T1w", "sub-1_run_T1w"):
