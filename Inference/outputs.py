@@ -26,6 +26,7 @@ from Inference.labels import apply_label
 from Inference.pair_figures import pair_figure, read_pair, write_pair_page, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of
 from Inference.results import (
+    DISP,
     file_digests,
     output_files,
     read_results,
@@ -206,8 +207,11 @@ def grid_header(header):
     return plain
 
 
-def require_own_disps(pairs, dims):
-    """Raise InputError if two pairs have the same `disp_name`. One without is refused when it is registered."""
+def disp_names(pairs, dims):
+    """The `disp_name` of each pair that has one; the others are refused when they are registered.
+
+    Raises InputError if two pairs have the same.
+    """
     taken = {}
     for pair in pairs:
         name = attempt(pair["name"], disp_name, pair, dims)
@@ -215,6 +219,7 @@ def require_own_disps(pairs, dims):
             raise InputError(f"--learn2reg: the fields of {taken[name]} and {pair['name']} would both be {name}, "
                              "after the last numbers in their file names; rename these files, or use two folders.")
         taken[name] = pair["name"]
+    return [name for name in taken if re.fullmatch(DISP, name)]
 
 
 def disp_name(pair, dims):

@@ -33,7 +33,7 @@ from Inference.bids import require_own_bids, require_own_names, write_bids
 from Inference.choices import is_list
 from Inference.labels import apply_field, apply_label, carry
 from Inference.load_model import DEFAULTS, load_model
-from Inference.outputs import disp_name, make_folder, require_own_disps, write_row, write_warped
+from Inference.outputs import disp_name, disp_names, make_folder, write_row, write_warped
 from Inference.pair_figures import means, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, pairs_onto, read_pairs_to_register
 from Inference.registration import memory_needed, overlap_percent, register_from
@@ -127,8 +127,7 @@ def register_all(args):
     begin_worker(args)
     cfg = WORKER["cfg"]
     settings = settings_of(args, WORKER["model"], cfg)
-    if args.learn2reg:
-        require_own_disps(pairs, cfg["model.dims"])
+    disps = disp_names(pairs, cfg["model.dims"]) if args.learn2reg else []
     if "bids" in args.also:
         require_own_names(pairs)
         require_own_bids(out)
@@ -154,7 +153,7 @@ def register_all(args):
         for each in beside:  # what the whole list or another division has done is kept, but neither may be at work
             if each == out or each.name.rpartition("_of_")[2] != str(count):
                 run_lock.require_free(each)
-        require_own(out, folders)
+        require_own(out, folders, disps)
         if not is_list(args):  # of a list, only that pair is refused
             require_apart(out, inputs_of(pairs[0], args))
         (home / "report.html").unlink(missing_ok=True)

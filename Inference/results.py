@@ -48,14 +48,14 @@ def require_apart(folder, inputs):
             raise InputError(f"{path}: a result with the same name would overwrite this input; choose another --out.")
 
 
-def require_own(out, folders=(), program=None):
+def require_own(out, folders=(), disps=(), program=None):
     """Raise InputError if results in `out` would take the place of files or results that are not theirs.
 
     folders: Paths of the entries of the whole list. Their files of OUTPUTS would be replaced, and results in other
     folders would be dropped; (): only those of another program matter. program: as in the settings; None: a
-    registration.
+    registration. disps: names of the whole list's fields for Learn2Reg.
     """
-    pages = [out / name for name in ("results.json", "results.csv", "report.html")]
+    pages = [out / name for name in ("results.json", "results.csv", "report.html", *disps)]
     outputs = itertools.chain.from_iterable(output_files(folder) for folder in folders if folder.is_dir())
     taken = next(filter(Path.exists, itertools.chain(pages, outputs)), None)
     # Read after a file was seen: a part of the list that begins meanwhile writes its results before its files.

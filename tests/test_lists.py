@@ -294,6 +294,20 @@ def test_fields_of_two_pairs_with_one_learn2reg_name_are_refused(data, tmp_path,
     assert "would both be disp_0001_0007.nii.gz" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def test_a_learn2reg_field_of_others_is_not_replaced(data, tmp_path, capsys):
+    for number in (1, 2):
+        shutil.copy(data / f"sub-0{number}_T1w.nii.gz", tmp_path / f"case_000{number}.nii.gz")
+    words = ("--fixed", tmp_path / "case_0001.nii.gz", "--moving", tmp_path / "case_0002.nii.gz", "--learn2reg",
+             "--out", tmp_path / "out")
+    theirs = tmp_path / "out/disp_0001_0002.nii.gz"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"theirs")
+    assert call(*words) == 43 and f"{theirs}: it is not of an earlier run" in capsys.readouterr().err
+    assert theirs.read_bytes() == b"theirs"
+    theirs.unlink()
+    assert call(*words) == 0 == call(*words)
+
+
 def test_a_label_on_another_grid_is_told_in_numbers(data, tmp_path, capsys):
     label = nibabel.load(data / "sub-01_dseg.nii.gz")
     coarse = np.diag([0.98, 1, 1, 1])
