@@ -144,7 +144,8 @@ def link(path, folder):
 def write_pair_page(folder, row, pair):
     """Write the page of one pair of a list into its folder. pair: of `read_pair`."""
     sections = [("", verdicts_html([row])), *pair_sections(row, folder, pair)]
-    write_page(folder / PAIR_PAGE, row["name"], "", sections, viewer=True)
+    lead = "Judged by itself; the page of the list also compares the pairs, and says which of them stand out."
+    write_page(folder / PAIR_PAGE, row["name"], lead, sections, viewer=True)
 
 
 def pair_sections(row, folder, pair):

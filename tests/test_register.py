@@ -202,6 +202,7 @@ def test_a_list_goes_on_after_a_bad_pair(place):
         assert f'<a href="{row["name"]}/pair.html">' in page
         own = (place / "list" / row["name"] / "pair.html").read_text()
         assert "application/json" in own and '<a href="warped.nii.gz">' in own and f'<b>{row["verdict"]}</b>' in own
+        assert "Judged by itself; the page of the list also compares the pairs" in own
     for row in results["pairs"]:  # the labels beside the images were found
         assert row["dice"] is not None and (place / "list" / row["name"] / "warped_label.nii.gz").is_file()
     voxels, _ = read_field(place / "list/disp_0001_0003.nii.gz")
