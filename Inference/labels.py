@@ -4,7 +4,6 @@ import torch
 from scipy import ndimage
 
 from Dataloader.grids import of_slab, slabs
-from Dataloader.nifti import fitted_affine
 from Dataloader.volume import checked_affine
 from Diffusion.fields import then_affine, warp
 from Inference.choices import LABELS
@@ -93,15 +92,13 @@ def carry(array, affine, field, fixed_affine, mode):
     return apply_label(array, affine, field, fixed_affine, mode)
 
 
-def without_affine(field, matrix, affine, start=None):
+def without_affine(field, matrix, affine):
     """A field without its affine part: B^-1(x + field(x)) - x with B = affine^-1 matrix affine.
 
-    field: (N, *fixed) in voxels. matrix: 4x4, fixed to moving world. affine: 4x4 of the fixed grid. start: of the
-    registration; after a start from a "field" the matrix is only what followed it, and B fits the field best.
+    field: (N, *fixed) in voxels. matrix: 4x4, fixed to moving world. affine: 4x4 of the fixed grid.
     Returns: as field.
     """
-    whole = fitted_affine(field) if start == "field" else np.linalg.inv(affine) @ matrix @ affine
-    back = np.linalg.inv(whole)
+    back = np.linalg.inv(np.linalg.inv(affine) @ matrix @ affine)
     return then_affine(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None], back)[0].numpy()
 
 

@@ -78,7 +78,7 @@ def read_pair(row, dims):
     images = {"fixed": seen, "before": in_range(by_header, both), "after": in_range(warped, both)}
     seen = torch.from_numpy(seen)[None, None]
     return {"name": row["name"], "images": {word: image.clip(0, 1) for word, image in images.items()},
-            "labels": labels, "field": without_affine(field, row["matrix"], affine, row.get("start")), "affine": affine,
+            "labels": labels, "field": without_affine(field, row["matrix"], affine), "affine": affine,
             "body": body_of(seen, torch.ones_like(seen, dtype=torch.bool), CONTRAST)[0, 0].numpy()}
 
 

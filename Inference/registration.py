@@ -34,7 +34,7 @@ from Dataloader.grids import (
     to_grid,
     varying_box,
 )
-from Dataloader.nifti import one_plane
+from Dataloader.nifti import fitted_affine, one_plane
 from Dataloader.prepare import scaled
 from Dataloader.transforms import is_field, read_any_field, read_matrix
 from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source, shape_of, without_filler
@@ -80,7 +80,7 @@ class Result:
     warped: np.ndarray  # (*fixed) float32, intensities of the moving volume
     warped_channels: list[np.ndarray]  # of the further channels of the moving volume
     start: str  # header, centre, matrix or field: the first placement of the moving volume
-    matrix: np.ndarray  # T, 4x4, fixed to moving world in mm: start and affine alignment
+    matrix: np.ndarray  # T, 4x4, fixed to moving world in mm: start and affine alignment; after a field its affine part
     overlap_percent: float  # of the fixed field of view, covered by the moving one under T
     verdict: str  # ok, doubtful or failed, see Inference/verdict.py
     reason: str  # for the verdict, in one sentence; "" where it is ok
@@ -234,8 +234,8 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
 
     initial: path of a matrix or a field, see Dataloader/transforms.py; None: use `start`, as `register` does.
     fixed, moving: paths. dims: axes of the volumes. options: those of `register`.
-    Returns: what `register` does. If `initial` is a field, the result's field is the whole transform, and
-    overlap_percent and matrix are between the fixed volume and the moving one warped by `initial`.
+    Returns: what `register` does. If `initial` is a field, the field of the result is the whole transform, and the
+    matrix is the affine map that fits it best.
     Raises InputError as `register` does, and for an inverse if `initial` is a field.
     """
     if initial is None:
@@ -264,8 +264,9 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     if moving.mask is None and result.moving.mask is not None:
         moving = outlined(moving)
     judged = {key: getattr(result, key) for key in ("compared_by", "one_sign", "overlap_percent")}
-    scores = pair_scores(fixed, moving, field, warped, result.matrix, None, judged)
-    return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped,
+    matrix = fixed.affine @ fitted_affine(field) @ np.linalg.inv(fixed.affine)
+    scores = pair_scores(fixed, moving, field, warped, matrix, None, judged)
+    return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped, matrix=matrix,
                                warped_channels=warped_channels, start="field", **scores)
 
 

@@ -93,7 +93,7 @@ def map_subject(out, smooth_mm, rows, entry, folder, earlier):
     field, own = read_field(entry["field"], dims)
     require_same_grid(f"{entry['field']}: the field", field.shape[1:], own, entry["fixed"], grid.shape, affine,
                       "register the subject again")
-    rest = without_affine(field, row["matrix"], affine, row.get("start"))
+    rest = without_affine(field, row["matrix"], affine)
     maps = [log_determinant(torch.from_numpy(each)[None]) for each in (field, rest)]
     labels = None
     if "labels" in entry:

@@ -103,24 +103,6 @@ def test_maps_and_table_of_known_fields(results, capsys):
     assert 0 < smoothed.max() < exact.max() and smoothed.mean() == pytest.approx(exact.mean(), abs=1e-3)
 
 
-def test_after_a_start_from_a_field_the_affine_part_is_that_of_the_whole_field(results):
-    """`matrix` is then only the map after that field (Inference/registration.py, `register_from`)."""
-    place, _ = results
-    content = json.loads((place / "reg/results.json").read_text())
-    turned = 1.1 * np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0] - np.eye(3)
-    grown = np.einsum("ij,j...->i...", turned, np.indices(SIZE)) + 3.0  # by 10 %, with a turn by any angle, and a shift
-    write_field(place / "reg/grown/field.nii.gz", grown.astype(np.float32), AFFINE)
-    for row in content["pairs"]:
-        row.update(start="field", matrix=np.eye(4).tolist())
-    (place / "reg/results.json").write_text(json.dumps(content))
-    assert run("--results", place / "reg", "--out", place / "out") == 0
-    whole, local = (read_numbers(place / "out/grown" / name)[0] for name in (WHOLE, LOCAL))
-    np.testing.assert_allclose(whole, 3 * np.log(1.1), atol=1e-4)
-    np.testing.assert_allclose(local, 0, atol=1e-4)
-    whole, local = (read_numbers(place / "out/swollen" / name)[0] for name in (WHOLE, LOCAL))
-    assert np.ptp(whole - local) < 1e-4 and 0 < (whole - local).mean() < 0.05  # one affine map, close to the identity
-
-
 def test_results_of_two_templates_are_refused(results, capsys):
     place, _ = results
     content = json.loads((place / "reg/results.json").read_text())

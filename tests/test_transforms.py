@@ -256,6 +256,24 @@ def test_a_registration_goes_on_from_another_programs_transform(far_apart, initi
     assert np.corrcoef(lost[inside].ravel(), fixed[inside].ravel())[0, 1] < 0.93  # one step goes far
 
 
+def test_the_affine_part_of_a_field_is_judged_as_that_of_a_matrix(far_apart, tmp_path):
+    """Both enlarge each axis 2.6 times about the corner of the world."""
+    paths = far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz"
+    _, affine = read_volume(paths[0])
+    turn, scale = read_matrix(far_apart / "turn.mat", *paths), np.diag([2.6, 2.6, 2.6, 1.0])
+    change = np.linalg.inv(affine) @ turn @ scale @ affine
+    indices = np.indices((20, 22, 18)).reshape(3, -1)
+    way = (change[:3, :3] @ indices + change[:3, 3:] - indices).reshape(3, 20, 22, 18).astype(np.float32)
+    write_field(tmp_path / "field.nii.gz", way, affine)
+    write_matrix(tmp_path / "matrix.mat", turn @ scale)
+    by_field, by_matrix = (register_from(tmp_path / name, *paths, affine=False, refine=False)
+                           for name in ("field.nii.gz", "matrix.mat"))
+    np.testing.assert_allclose(by_field.matrix, turn @ scale, atol=1e-4)
+    for key in ("scale_least", "scale_most", "turn_degrees", "stretched_percent"):
+        assert getattr(by_field, key) == pytest.approx(getattr(by_matrix, key), abs=1e-2), key
+    assert by_matrix.scale_most == pytest.approx(2.6, abs=1e-4) and by_field.reason == by_matrix.reason
+
+
 def test_a_field_on_another_grid_is_brought_to_the_fixed_one(far_apart, tmp_path):
     field, affine = read_field(far_apart / "way.nii.gz")
     shifted = affine.copy()
