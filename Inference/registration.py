@@ -81,7 +81,7 @@ class Result:
     warped_channels: list[np.ndarray]  # of the further channels of the moving volume
     start: str  # header, centre, matrix or field: the first placement of the moving volume
     matrix: np.ndarray  # T, 4x4, fixed to moving world in mm: start and affine alignment; after a field its affine part
-    overlap_percent: float  # of the fixed field of view, covered by the moving one under T
+    overlap_percent: float  # of the fixed field of view, covered by the moving one under T or the field of the start
     verdict: str  # ok, doubtful or failed, see Inference/verdict.py
     reason: str  # for the verdict, in one sentence; "" where it is ok
     similarity_before: float  # as the headers place the volumes; on the fixed grid, 1 is perfect, see `image_scores`
@@ -254,20 +254,39 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     if shown.min() == shown.max():
         raise InputError(f"{initial}: this field shows nothing of the moving volume; check that it leads from fixed "
                          "to moving, and that it is the right file.")
-    shown_mask = None if moving.mask is None else apply_field(moving.mask, moving.affine, first, fixed.affine, order=0)
+    overlap, shown_mask = shown_part(fixed, moving, first)
     result = register(tuple(fixed), (shown, fixed.affine), start="header", fixed_mask=fixed.mask,
                       fixed_channels=arrays(fixed)[1:], moving_mask=shown_mask, moving_channels=shown_channels,
                       **options)
     field = compose(torch.from_numpy(first)[None], torch.from_numpy(result.field)[None])[0].numpy()
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
     fixed = dataclasses.replace(fixed, mask=result.fixed.mask)  # `place` may have made one
-    if moving.mask is None and result.moving.mask is not None:
+    if shown_mask is None and result.moving.mask is not None:
         moving = outlined(moving)
-    judged = {key: getattr(result, key) for key in ("compared_by", "one_sign", "overlap_percent")}
+    judged = {"compared_by": result.compared_by, "one_sign": result.one_sign, "overlap_percent": overlap}
     matrix = fixed.affine @ fitted_affine(field) @ np.linalg.inv(fixed.affine)
     scores = pair_scores(fixed, moving, field, warped, matrix, None, judged)
     return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped, matrix=matrix,
-                               warped_channels=warped_channels, start="field", **scores)
+                               warped_channels=warped_channels, start="field", overlap_percent=overlap, **scores)
+
+
+def shown_part(fixed, moving, field):
+    """How much of a fixed Volume a moving one covers under a field, in percent, and its mask there, (*fixed), or None.
+
+    As in `align` padding does not count, and a moving volume without a mask has one if its field of view cuts the body:
+    the voxels to which nothing beyond contributes. field: (N, *fixed) in voxels.
+    """
+    scanned = without_padding(without_filler(moving))
+    affine = scanned.affine.copy()
+    affine[:3, 3] -= affine[:3, :len(field)].sum(1)  # of the ones with a rim of zeros
+    seen = apply_field(np.pad(np.ones(scanned.array.shape, np.float32), 1), affine, field, fixed.affine)
+    box = tuple(slice(*ends) for ends in zip(*varying_box(arrays(fixed))))
+    covered = 100.0 * float((seen[box] > 0.5).mean())
+    if moving.mask is not None:
+        return covered, apply_field(moving.mask, moving.affine, field, fixed.affine, order=0)
+    image = grids.rescale(scanned.array, *grids.intensity_range(scanned.array))
+    partial = covered < WHOLE_PERCENT and is_cut_off(image)
+    return covered, (seen > 0.99).astype(np.float32) if partial else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

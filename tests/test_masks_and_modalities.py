@@ -237,6 +237,29 @@ def test_beyond_a_field_of_view_that_cuts_the_anatomy_nothing_counts():
     assert apart < 0.25 * far
 
 
+def test_after_a_start_from_a_field_nothing_beyond_the_field_of_view_counts_either(tmp_path):
+    """A zero field is the start by the headers. The field of view is oblique: it is no box of the fixed grid."""
+    i, j = places = np.indices((60, 60)).astype(np.float32)
+    fixed = ndimage.gaussian_filter(np.random.default_rng(0).normal(size=(60, 60)), 2.5)
+    fixed = (1 + fixed / np.ptp(fixed)) * (np.hypot(i - 30, j - 30) < 27)
+    turn, affine = np.radians(12), np.eye(4)
+    affine[:2, :2] = [[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]
+    affine[:2, 3] = -2, 32
+    world = np.einsum("ij,j...->i...", affine[:2, :2], np.indices((68, 38))) + affine[:2, 3].reshape(2, 1, 1)
+    moved = ndimage.map_coordinates(fixed, [i, j + 1.5 * np.sin(i / 7)], order=1)
+    write_volume(tmp_path / "F.nii.gz", fixed.astype(np.float32), np.eye(4))
+    write_volume(tmp_path / "M.nii.gz", ndimage.map_coordinates(moved, world, order=1).astype(np.float32), affine)
+    write_field(tmp_path / "zero.nii.gz", np.zeros((2, 60, 60), np.float32), np.eye(4))
+    paths, options = [tmp_path / f"{side}.nii.gz" for side in "FM"], {"affine": False, "refine": 30, "device": "cpu"}
+    by_header = register(*paths, start="header", config={"refine.weight": 0.5}, **options)
+    by_field = register_from(tmp_path / "zero.nii.gz", *paths, dims=2, config={"refine.weight": 0.5}, **options)
+    own = np.linalg.inv(affine)
+    seen = (own[:2, :2] @ places.reshape(2, -1) + own[:2, 3:])[1].reshape(60, 60) > 1
+    assert np.abs(by_field.field - by_header.field)[:, seen & (fixed > 0)].mean() < 0.05
+    assert by_field.overlap_percent == pytest.approx(by_header.overlap_percent, abs=2)
+    assert by_field.similarity == pytest.approx(by_header.similarity, abs=0.01)
+
+
 @pytest.mark.parametrize("filler", [-3024.0, -2000.0])
 def test_what_a_scanner_has_not_reconstructed_is_air(filler):
     image, target = (1500.0 * make_subject(seed, SIZE)["image"] - 1000.0 for seed in (0, 1))
