@@ -245,6 +245,8 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     if inverse:
         raise InputError(f"{initial}: a registration that starts from a field cannot be inverted; leave out "
                          "--inverse, or start from a matrix.")
+    images = 1 + len(options.get("fixed_channels", ())) + (options.get("fixed_mask") is not None)
+    require_memory(fixed, moving, images, inverse)
     fixed = read_side(fixed, "fixed", options.pop("fixed_mask", None), options.pop("fixed_channels", ()))
     moving = read_side(moving, "moving", options.pop("moving_mask", None), options.pop("moving_channels", ()))
     first, first_affine = read_any_field(initial, dims)

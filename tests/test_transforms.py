@@ -324,6 +324,14 @@ def test_what_does_not_fit_together_is_one_sentence(far_apart, tmp_path, capsys,
     assert code == 43 and sentence in error and error.count("error: ") == 1
 
 
+def test_too_little_memory_is_told_before_anything_is_read(far_apart, tmp_path, monkeypatch):
+    """By the names of the files: what is read from them has none."""
+    monkeypatch.setattr("Inference.registration.memory.measure", lambda device: {"host_free": 2 ** 20})
+    for name in ("turn.mat", "way.nii.gz"):
+        with refused("fixed.nii.gz and .*moving.nii.gz", "to register them takes up to 0.4 GiB"):
+            register_from(far_apart / name, far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz")
+
+
 ANTS = """
 import sys, ants, numpy as np
 fixed, moving = (ants.image_read(f"{sys.argv[1]}/{name}.nii.gz") for name in ("fixed", "moving"))
