@@ -5,6 +5,9 @@ PY := .venv/bin/python
 TORCH_INDEX ?=
 # Its interpreter tests the kernels on a CPU. torch for XPU and ROCm brings a Triton of its own, under the same name.
 TRITON := $(if $(findstring xpu,$(TORCH_INDEX))$(findstring rocm,$(TORCH_INDEX)),,'triton==3.7.1; platform_system == "Linux" and platform_machine == "x86_64"')
+# Python may write its caches even where the environment forbids it: else each process rewrites the assertions of all
+# files of tests anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 # Processes of `make test`, each with one thread: files of tests that run beside each other. One more than two cores, as
 # tests also wait.
 TEST_PROCESSES ?= 3
@@ -28,15 +31,15 @@ demo: .venv/.ready   ## train on synthetic volumes, register held-out pairs, wri
 	$(PY) Scripts/demo.py
 
 test: .venv/.ready lint   ## the default tests (minutes on 2 cores, without a GPU)
-	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not slurm and not gpu" tests
+	CUDA_VISIBLE_DEVICES= $(PYTEST) -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not slurm and not gpu" tests
 
 test-all: test   ## all tests, also slow ones (an hour); those for a GPU skip themselves where there is none
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-smoke.txt 1>&2
-	$(PY) -m pytest -q -n $(SLOW_PROCESSES) --dist loadgroup --no-loadscope-reorder -m "slow or slurm or gpu" tests
+	$(PYTEST) -q -n $(SLOW_PROCESSES) --dist loadgroup --no-loadscope-reorder -m "slow or slurm or gpu" tests
 
 test-slurm: .venv/.ready   ## jobs on a real Slurm of four nodes on this host (root on Debian; twenty minutes)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-smoke.txt 1>&2
-	$(PY) -m pytest -q -m slurm tests
+	$(PYTEST) -q -m slurm tests
 
 faults: .venv/.ready   ## every fault against real launches, random kills, goodput (half an hour on 2 cores)
 	$(PY) tests/faults/run_matrix.py
