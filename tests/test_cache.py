@@ -1,6 +1,8 @@
 """OM_prepare.py as it is used: real processes that are killed, disks that are full, files that are damaged."""
+import contextlib
 import csv
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -145,9 +147,21 @@ def prepare(folder, place, *more, limit=None, seconds=240, **changes):
     return launching.run(command(folder, place, *more, **changes), seconds, env=environment(), preexec_fn=full)
 
 
-def run_here(folder, place, *more, page=False, **changes):
-    """OM_prepare.py's main in this process and without its page: a process and pictures take most of a short run."""
+def one_by_one(function, tasks, _workers, _what, begin, arguments, meanwhile):
+    """run_tasks without processes of its own."""
+    begin(*arguments)
+    for task in tasks:
+        result = function(*task)
+        meanwhile()
+        yield task, result
+
+
+def run_here(folder, place, *more, page=False, workers=False, **changes):
+    """OM_prepare.py's main in this process, without its page and workers: those take most of a short run."""
     with pytest.MonkeyPatch.context() as patch:
+        if not workers:
+            patch.setattr(OM_prepare, "WORKER", {})
+            patch.setattr(OM_prepare, "run_tasks", one_by_one)
         if not page:
             patch.setattr(OM_prepare, "write_report", lambda *arguments: "no page")
         return OM_prepare.main(words(folder, place, *more, **changes))
@@ -216,11 +230,11 @@ def test_files_of_a_folder_that_is_no_cache_are_left_alone(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with data/ of three parts and cache/, which an undisturbed run has made."""
+    """A folder with data/ of three parts and cache/, which an undisturbed run with two workers has made."""
     folder = write_volumes(tmp_path_factory.mktemp("made"), range(COUNT))
-    run = prepare(folder, folder / "cache", "--workers", "2")
-    assert run.returncode == DONE, run.stderr
-    assert f"{COUNT} volumes ({COUNT} with labels), 0 refused" in run.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert run_here(folder, folder / "cache", "--workers", "2", page=True, workers=True) == DONE
+    assert f"{COUNT} volumes ({COUNT} with labels), 0 refused" in said.getvalue()
     return folder
 
 
