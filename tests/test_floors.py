@@ -6,6 +6,7 @@ Imports within functions count like those at the head of a file.
 """
 import ast
 import collections
+import functools
 import re
 import shutil
 import subprocess
@@ -40,6 +41,7 @@ def imported(path, known):
     return found & known
 
 
+@functools.cache
 def graph():
     known = modules()
     return {name: imported(path, set(known)) - {name} for name, path in known.items()}
