@@ -82,10 +82,10 @@ def test_draws_of_a_sample_do_not_depend_on_its_batch():
     assert normal([(0, 0, i) for i in range(4000)], "n").std().item() == pytest.approx(1.0, abs=0.05)
 
 
-def test_loader_with_workers_delivers_what_the_one_without_does(data):
+def test_loader_with_a_worker_delivers_what_the_one_without_does(data):
     lists = batches(epoch_order(0, 0, 6), 2, 2)
     found = []
-    for workers in (0, 2):
+    for workers in (0, 1):
         cfg = config(data, data__in_memory="false", data__num_workers=workers)
         dataset = read_datasets(cfg)[0]
         assert isinstance(dataset.images, Files), "read at each use"

@@ -513,8 +513,8 @@ def test_labels_that_do_not_belong_to_their_image(place, tmp_path, capsys):
 def test_labels_that_a_pair_does_not_share_fail_no_registration(place, tmp_path, capsys, number, words):
     label = nibabel.load(image(place, "b_0002", "labels"))
     write_volume(tmp_path / "other.nii.gz", np.where(label.get_fdata() > 0, number, 0).astype(np.uint8), label.affine)
-    assert run(*pair_words(place)[:-1], tmp_path / "other.nii.gz", "--model", "none", "--refine", 2, "--no-picture",
-               "--out", tmp_path / "out", "--device", "cpu") == 0
+    assert run(*pair_words(place)[:-1], tmp_path / "other.nii.gz", "--model", "none", "--affine", "none", "--refine", 2,
+               "--no-picture", "--out", tmp_path / "out", "--device", "cpu") == 0
     assert words in capsys.readouterr().err
     content = json.loads((tmp_path / "out/results.json").read_text())
     row = content["pairs"][0]

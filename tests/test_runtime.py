@@ -80,8 +80,8 @@ from Dataloader.synthetic import make_subject
 from Dataloader.nifti import write_volume
 for seed in (0, 1):
     write_volume(f"{seed}.nii.gz", make_subject(seed, (16, 18, 20))["image"], np.eye(4))
-sys.exit(OM_register.main("--fixed 0.nii.gz --moving 1.nii.gz --model none --refine 2 --device cpu --no-picture "
-                          "--out out".split()))
+sys.exit(OM_register.main("--fixed 0.nii.gz --moving 1.nii.gz --model none --affine none --refine 2 --device cpu "
+                          "--no-picture --out out".split()))
 """
     ended = launching.run([sys.executable, "-c", script], cwd=tmp_path, timeout=200,
                           env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
