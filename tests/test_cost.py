@@ -152,7 +152,6 @@ def test_production_config_has_its_recorded_size(capsys):
     assert om.main(["--config", str(ROOT / "Config/config_om.yaml"), "--dry-run"]) == 0
     output = capsys.readouterr().out
     costs = json.loads(output.strip().splitlines()[-1])
-    assert 216e6 <= costs["parameters"] <= 264e6
     assert 15e9 < costs["step_memory_bytes"]["cuda"] < 20e9, "batch 2 on a device of 24 GiB"
     assert "steps per epoch: unknown without the volumes (data.expect_samples, since Data/all: no such" in output
     assert "0 steps" not in output and "epochs" not in output, "nothing is said of what is not known"
