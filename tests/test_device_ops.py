@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from Diffusion import device_ops, om_net
+from Diffusion import device_ops, fields, om_net
 from Diffusion.blocks import ConvBlock, UpsampleConv
 from Diffusion.device_ops import NormModulateActivate, interpolate_by_products
 from Diffusion.fields import LINEAR, jacobian_determinant, resize_field
@@ -19,6 +19,20 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def as_on_a_device(monkeypatch):
     """A function that switches the device's way on."""
     return lambda: monkeypatch.setitem(device_ops.SETTINGS, "as on a device", True)
+
+
+@pytest.fixture
+def calls_of(monkeypatch):
+    """calls_of(module, name): a list that grows by the name with each call of that function by that module."""
+    def count(module, name):
+        function, calls = getattr(module, name), []
+
+        def counted(*given):
+            calls.append(name)
+            return function(*given)
+        monkeypatch.setattr(module, name, counted)
+        return calls
+    return count
 
 
 @pytest.mark.parametrize("align_corners", [False, True])
@@ -48,26 +62,31 @@ def test_interpolation_keeps_bfloat16_whose_weights_are_exact_where_sides_double
     assert torch.equal(matrix.bfloat16().float(), matrix) and torch.equal(matrix.sum(1), torch.ones(128))
 
 
-def test_fields_and_upsampling_take_it(as_on_a_device):
+def test_fields_and_upsampling_take_it(as_on_a_device, calls_of):
     torch.manual_seed(0)
+    calls = calls_of(fields, "interpolate_by_products")
     field, x, up = torch.randn(2, 3, 8, 7, 6), torch.randn(2, 8, 4, 4, 4), UpsampleConv(3, 8, 4)
 
     def results():
         return resize_field(field, (16, 14, 9)), resize_field(field, (16, 14, 12), align="cells"), up(x, (8, 8, 8))
     plain = results()
+    assert not calls
     as_on_a_device()
-    for one, other in zip(results(), plain):
+    for one, other in zip(results(), plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("size", [(5, 6), (4, 2, 7)])
-def test_a_jacobian_by_products_is_that_of_differences(as_on_a_device, size):
+def test_a_jacobian_by_products_is_that_of_differences(as_on_a_device, calls_of, size):
     """Each product adds two numbers, times a half or one, to zeros."""
     torch.manual_seed(0)
+    calls = calls_of(fields, "product_along")
     field, found = torch.randn(2, len(size), *size, requires_grad=True), []
-    for change in (lambda: None, as_on_a_device):
+    for change, products in ((lambda: None, 0), (as_on_a_device, len(size))):
         change()
         determinant = jacobian_determinant(field)
+        assert len(calls) == products
         found.append([determinant, *torch.autograd.grad(determinant.square().sum(), field)])
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -179,28 +198,34 @@ def gradients_of(net, results):
 
 
 @pytest.mark.parametrize("embed, detach", [(False, "false"), (False, "true"), (True, "false")])
-def test_weights_that_are_cast_together_give_the_same_bits(as_on_a_device, monkeypatch, embed, detach):
+def test_weights_that_are_cast_together_give_the_same_bits(as_on_a_device, calls_of, monkeypatch, embed, detach):
     net, inputs = network_and_inputs(model__detach_recovery=detach)
     as_on_a_device()
-    found = []
+    calls, counts, found = calls_of(device_ops.InPasses, "apply"), [], []
     for change in (lambda: None, lambda: monkeypatch.setattr(om_net, "weights_in_passes", lambda *given: None)):
         change()
         with torch.autocast("cpu", torch.bfloat16):
             results = net(*inputs, embed=embed)
         results = results if embed else [results]
         found.append([*results, *gradients_of(net, results).values()])
+        counts.append(len(calls))
+    assert 0 < counts[0] == counts[1], "together in the first way alone"
     assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
     assert all(parameter.dtype == torch.float32 for parameter in net.parameters())
 
 
 @pytest.mark.parametrize("embed", [False, True])
-def test_a_network_is_the_same_in_both_ways(as_on_a_device, embed):
+def test_a_network_is_the_same_in_both_ways(as_on_a_device, calls_of, embed):
     net, inputs = network_and_inputs()
+    upsampled, blocks = calls_of(fields, "interpolate_by_products"), calls_of(NormModulateActivate, "apply")
     found = []
     for change in (lambda: None, as_on_a_device):
+        assert not upsampled and not blocks
         change()
         results = net(*inputs, embed=embed)
         results = results if embed else [results]
         found.append([*results, *gradients_of(net, results).values()])
+    assert upsampled or embed, "an embedding needs no field"
+    assert blocks
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
