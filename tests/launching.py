@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -48,6 +49,17 @@ def start(command, env=None, **options):
     process.mark = mark
     STARTED.append(process)
     return process
+
+
+@contextlib.contextmanager
+def held_port():
+    """A TCP port that nobody is given for the length of a `with` block; rank 0 may serve there, as may whoever asks
+    for this number and, as torch does, for SO_REUSEADDR. Where nobody does, connections are refused.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
 
 
 def end(process):

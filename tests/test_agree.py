@@ -13,7 +13,7 @@ from Runtime import agree, launch, watchdog
 from Runtime.errors import InputError
 from Runtime.launch import Ranks
 from Supervisor.attempts import free_port
-from tests import warm
+from tests import launching, warm
 
 CFG = {"run.deadline_floor_s": 30.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}
 ALONE = Ranks()
@@ -81,8 +81,9 @@ def main(folder, waiting_port, other_port):
 def seen(tmp_path_factory):
     """What each rank saw, in rank order."""
     folder = tmp_path_factory.mktemp("agree")
-    with warm.ranks(3, folder / "log", [folder, free_port(), free_port()], main) as processes:
-        codes = warm.codes(processes, 60)
+    with launching.held_port() as waiting, launching.held_port() as other:
+        with warm.ranks(3, folder / "log", [folder, waiting, other], main) as processes:
+            codes = warm.codes(processes, 60)
     found = [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(3)]
     logs = [(folder / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(3)]
     for one, log in zip(found, logs):

@@ -1,14 +1,14 @@
 """Costs counted without doing the work, against what is known by hand and what is really kept."""
 import dataclasses
 import json
-import time
+import types
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import OM_train_3modes as om
-from Diffusion import losses
+from Diffusion import cost, losses
 from Diffusion.cost import count_costs, fit_text, mode_costs, step_memory, step_seconds, this_machine, training_volumes
 from Diffusion.fake_device import AliveBytes
 from Runtime.errors import InputError
@@ -96,13 +96,15 @@ def test_labels_that_training_refuses_refuse_the_dry_run(tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
 
-def test_a_step_is_tried_on_a_grid_of_this_machine_and_grows_with_the_voxels():
-    shapes = []
+def test_a_step_is_tried_on_a_grid_of_this_machine_and_grows_with_the_voxels(monkeypatch):
+    """By a clock of its own: a step takes a second, and the first one ten."""
+    shapes, clock = [], [1000.0]
+    monkeypatch.setattr(cost, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def step(net, batch, cfg):
         shapes.append(tuple(batch["moving"].shape[2:]))
         losses.image_similarity(batch["moving"], batch["fixed"], cfg)
-        time.sleep(0.1)
+        clock[0] += 10.0 if len(shapes) == 1 else 1.0
         return sum(each.sum() for each in net.parameters()), {}
 
     modes = {"registration": om.MODES["registration"]._replace(step=step)}
@@ -110,7 +112,7 @@ def test_a_step_is_tried_on_a_grid_of_this_machine_and_grows_with_the_voxels():
     split = dataclasses.replace(split_step(cfg, 1), pair_batches=3)
     found = step_seconds(cfg, split, modes, 1, torch.device("cpu"))
     assert shapes == [(32, 64, 64)] * 2, "once to warm up, once timed"
-    assert 3 * 4 * 0.1 < found < 3 * 4 * 0.3
+    assert found == 3 * 4 * 1.0, "of three batches, with four times the voxels"
 
 
 def test_a_trial_that_runs_out_of_memory_is_told_as_a_step_that_does_not_fit():

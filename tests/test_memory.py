@@ -258,7 +258,8 @@ def test_processes_that_end_while_they_are_counted():
         assert sleeping.pid in children(os.getpid())
         sleeping.kill()
     assert children(sleeping.pid) == []
-    crowd = subprocess.Popen(["bash", "-c", "while true; do /bin/true & done"], stderr=subprocess.DEVNULL)
+    few_at_once = "while true; do for n in 1 2 3 4 5 6; do /bin/true & done; wait; done"
+    crowd = subprocess.Popen(["bash", "-c", few_at_once], stderr=subprocess.DEVNULL)
     try:
         until = time.time() + 0.7
         while time.time() < until:

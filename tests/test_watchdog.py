@@ -92,10 +92,11 @@ def test_the_next_attempt_goes_on_behind_a_line_cut_short(tmp_path):
 
 @pytest.mark.parametrize("hang", ["time.sleep(15)", "ctypes.PyDLL(None).sleep(15)"])  # the latter keeps the GIL
 def test_a_phase_beyond_its_deadline_ends_the_process_and_names_the_function(tmp_path, hang):
-    body = (f"def culprit():\n    {hang}\nwatchdog.phase('forward', 'contrastive')\nculprit()\nprint('survived')")
-    began = time.time()
+    body = (f"def culprit():\n    {hang}\nprint(time.time(), flush=True)\n"
+            "watchdog.phase('forward', 'contrastive')\nculprit()\nprint('survived')")
     done = run_process(tmp_path, body, floor_s=0.4, first_s=0.4)
-    assert done.returncode == 1 and "survived" not in done.stdout and 0.4 <= time.time() - began < 5
+    assert done.returncode == 1 and "survived" not in done.stdout
+    assert 0.4 <= time.time() - float(done.stdout) < 10, "since the phase began, not since the interpreter was started"
     stack = (tmp_path / "rank1.stack").read_text()
     assert stack.startswith("Timeout") and "in culprit" in stack
     assert lines(tmp_path)[-1]["phase"] == "forward" and lines(tmp_path)[-1]["deadline"] == 0.4
@@ -248,14 +249,14 @@ def test_nohup_keeps_its_meaning(tmp_path):
 
 
 def test_a_phase_in_parts_is_one_phase_whose_deadline_begins_anew_and_others_learn_that_it_moves(tmp_path):
-    """Six parts of 0.3 s, with a deadline of one second; a thread, whose phase it is not, changes nothing."""
+    """25 parts of 0.1 s, with a deadline of two seconds; a thread, whose phase it is not, changes nothing."""
     body = """
 import threading
 told = []
 watchdog.phase("data set")
 watchdog.STATE["beat"] = lambda: told.append(watchdog.STATE["number"])
-for _ in range(6):
-    time.sleep(0.3)
+for _ in range(25):
+    time.sleep(0.1)
     watchdog.goes_on()
 thread = threading.Thread(target=watchdog.goes_on)
 thread.start()
@@ -263,7 +264,7 @@ thread.join()
 watchdog.wait_on()
 print(told, watchdog.STATE["number"])
 """
-    assert run_process(tmp_path, body, floor_s=1.0, first_s=1.0).stdout == "[2, 2, 2, 2, 2, 2] 2\n"
+    assert run_process(tmp_path, body, floor_s=2.0, first_s=2.0).stdout == f"{[2] * 25} 2\n"
 
 
 RANK = """

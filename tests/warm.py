@@ -22,7 +22,7 @@ import torch.distributed.tensor  # noqa: F401
 
 import Diffusion.figures  # noqa: F401
 import OM_train_3modes as om
-from Supervisor.attempts import free_port
+from tests import launching
 from tests.tiny import ROOT, launcher_environment
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -60,20 +60,21 @@ def ranks(count, log, arguments, target=om.main, **more):
 
     With one there are none of the variables that tell ranks who they are.
     """
-    shared = launcher_environment(count, **more)
-    if count > 1:
-        shared.update(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {} for rank in range(count)]
     processes = []
-    try:
-        for variables in own:
-            processes.append(start(target, arguments, log, {**shared, **variables}))
-        yield processes
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and its workers with it
-                os.killpg(process.pid, signal.SIGKILL)
-            process.join()
+    with launching.held_port() as port:
+        shared = launcher_environment(count, **more)
+        if count > 1:
+            shared.update(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        try:
+            for variables in own:
+                processes.append(start(target, arguments, log, {**shared, **variables}))
+            yield processes
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and its workers with it
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.join()
 
 
 def codes(processes, seconds):
