@@ -1,5 +1,6 @@
 """The training script as a user meets it: resume, modes, errors, what it leaves behind."""
 import dataclasses
+import gc
 import json
 import math
 import multiprocessing
@@ -7,12 +8,14 @@ import os
 import shutil
 import signal
 import sys
+import types
 import weakref
 from importlib.metadata import version
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 
 import OM_prepare
@@ -335,6 +338,15 @@ def test_validation_comes_every_so_many_epochs_and_at_the_end(data, tmp_path, ca
     assert headline(read_run(next((tmp_path / "Models").iterdir())), [])[0][:2] == ("Epochs", 3)
 
 
+def test_the_newest_checkpoints_stay_and_those_of_every_so_many_epochs(data, tmp_path):
+    run = begin(config(data, run__keep_last=1, run__keep_every=2, **QUICK), tmp_path)
+    for epoch in range(1, 5):
+        run.progress.epoch, run.progress.step = epoch, 3 * epoch
+        om.training_state.save(run, f"{epoch}.pth")
+    om.training_state.finish_saving(run, last=True)
+    assert sorted(path.name for path in tmp_path.glob("*.pth")) == ["2.pth", "4.pth"]
+
+
 def test_a_step_counts_its_modes_and_fills_the_queue_in_order(data):
     run = begin(config(data, data__global_batchsize=4))
     volumes, pairs = first_batches(run)
@@ -369,6 +381,44 @@ def test_what_only_mode_1_needs_is_gone_in_mode_2_and_volumes_in_mode_3(data, mo
                  for mode in run.modes]
     om.train_step(run, *first_batches(run))
     assert alive == [False] * 8
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_garbage_and_cached_blocks_go_after_each_mode_where_asked(data, monkeypatch, asked):
+    """A thing that holds itself is left in each mode. For a device, which is not there, its module counts."""
+    run, knots, alive, emptied = begin(config(data, run__empty_cache=asked, **QUICK)), [], [], []
+
+    class Knot:
+        def __init__(self):
+            self.itself = self
+            knots.append(weakref.ref(self))
+
+    def tie(step):
+        def step_and_tie(*given):
+            Knot()
+            return step(*given)
+        return step_and_tie
+
+    def empty(cfg, device, really=om.memory.empty_cache):
+        really(cfg, device)
+        alive.append(sum(knot() is not None for knot in knots))
+
+    run.modes = [mode._replace(step=tie(mode.step)) for mode in run.modes]
+    monkeypatch.setattr(om.memory, "empty_cache", empty)
+    monkeypatch.setattr(torch, "get_device_module",
+                        lambda device: types.SimpleNamespace(empty_cache=lambda: emptied.append(device.type)))
+    volumes, pairs = first_batches(run)
+    gc.disable()
+    gc.freeze()  # what there is already, through which each collection would go
+    try:
+        om.train_step(run, volumes, pairs)
+        om.memory.empty_cache(run.cfg, torch.device("cuda", 0))
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    assert len(knots) >= 3
+    assert alive == [0, 0, 0, 0] if asked else alive[0] < alive[1] < alive[2] == alive[3] == len(knots)
+    assert emptied == ["cuda"] * asked
 
 
 def test_accumulated_batches_give_what_one_batch_does(data):
@@ -425,6 +475,22 @@ def test_contrastive_loss_is_zero_until_the_queue_holds_another_subject(data):
     om.embeddings.push(queue, *kept, subjects)
     assert om.step_contrastive(net, batch, cfg)[0].item() == 0.0
     assert om.step_contrastive(net, {**batch, "subjects": torch.tensor([4, 5])}, cfg)[0].item() > 0.0
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7])
+def test_mode_2_divides_by_the_temperature_of_the_config(data, temperature):
+    cfg = config(data, contrastive__temperature=temperature, loss__contrastive=2.0)
+    net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.embeddings.new_queue(cfg, "cpu")
+    batch = {**om.deform_batch(torch.rand(2, 1, 8, 8, 8), [(0, 0, 0), (0, 0, 1)], ddpm, cfg),
+             "subjects": torch.tensor([3, 4]), "queue": queue, "targets": None}
+    own = om.embeddings.embed(net, batch, cfg)
+    others = [F.normalize(one.detach() + 0.2 * torch.randn_like(one), dim=1) for one in own]
+    om.embeddings.push(queue, *others, torch.tensor([7, 8]))
+    like = [torch.cat([(one * other).sum(1, keepdim=True), one @ negatives.T], dim=1)
+            for one, other, negatives in zip(own, own[::-1], others[::-1])]
+    each = [F.cross_entropy(of_one / temperature, torch.zeros(2, dtype=torch.long)) for of_one in like]
+    assert all(one > 0.01 for one in each)
+    assert om.step_contrastive(net, batch, cfg)[0].item() == pytest.approx(sum(each).item(), rel=1e-4), "2 x 0.5"
 
 
 def test_mode_2_matches_and_keeps_what_the_averaged_weights_make_of_a_sample(data):
