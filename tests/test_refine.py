@@ -233,6 +233,17 @@ def test_slab_by_slab_is_the_same(monkeypatch, dims, masked, smooth):
     assert float(whole.abs().max()) > 1 and float((whole - slabs).abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize("step", [0.3, 1.2])
+@pytest.mark.parametrize("slabs", [False, True])
+def test_the_fastest_voxel_moves_as_far_as_asked_in_a_step(monkeypatch, step, slabs):
+    """Of a field that is not smoothed, so that it stays as far."""
+    moving, fixed, _ = pair(3)
+    if slabs:
+        monkeypatch.setattr(grids, "MOST_VOXELS", 7 * fixed[0, 0, 0].numel())
+    field = refined(moving, fixed, None, 1, config(refine__step=step, refine__weight=0, refine__levels=1))
+    assert field.square().sum(1).max().sqrt().item() == pytest.approx(step, rel=1e-4)
+
+
 def test_same_input_same_bits_and_no_gradient_is_left_behind():
     moving, fixed, _ = pair(3)
     with torch.no_grad():
