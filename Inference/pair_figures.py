@@ -13,7 +13,7 @@ from Dataloader.volume import Volume
 from Diffusion.figures import registration_figure
 from Diffusion.metrics import spread
 from Inference.labels import apply_field, without_affine
-from Inference.scores import COLUMNS, CONTRAST, body_of, every, heading, in_range
+from Inference.scores import COLUMNS, CONTRAST, body_of, contrast, every, heading, in_range, noise_variance
 from Inference.verdict import VERDICTS
 from Inference.viewer import viewer_html
 from Report.page import cards_html, figure_png, findings_html, png_html, table_html, text_table, write_page
@@ -77,9 +77,11 @@ def read_pair(row, dims):
     seen, both = in_range(fixed, fixed), np.stack([by_header, warped])
     images = {"fixed": seen, "before": in_range(by_header, both), "after": in_range(warped, both)}
     seen = torch.from_numpy(seen)[None, None]
+    whole = torch.ones_like(seen, dtype=torch.bool)
+    variance = contrast(seen, whole.float())[2] - noise_variance(seen, whole)
     return {"name": row["name"], "images": {word: image.clip(0, 1) for word, image in images.items()},
             "labels": labels, "field": without_affine(field, row["matrix"], affine), "affine": affine,
-            "body": body_of(seen, torch.ones_like(seen, dtype=torch.bool), CONTRAST)[0, 0].numpy()}
+            "body": body_of(variance, whole, CONTRAST)[0, 0].numpy()}
 
 
 def pair_figure(pair):

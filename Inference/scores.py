@@ -78,31 +78,36 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
     given = in_range(fixed, fixed[counts]), in_range(before, moving), in_range(after, moving)
     fixed01, before01, after01, counts, seen_before, seen_after = (
         torch.from_numpy(array)[None, None].to(device) for array in (*given, counts, seen_before, seen_after))
-    body = body_of(fixed01, counts, CONTRAST)
+    body = body_of(contrast(fixed01, counts.float())[2] - noise_variance(fixed01, counts), counts, CONTRAST)
     body = body if body.any() else counts
-    scores = {"similarity_before": local_similarity(fixed01, before01, body, seen_before & counts)}
-    scores["similarity"] = local_similarity(fixed01, after01, body, seen_after & counts)
-    shown, own = (body_of(after01, seen_after & counts, least) for least in (SHOWN, CONTRAST))
+    seen_before, seen_after = seen_before & counts, seen_after & counts
+    scores = {"similarity_before": local_similarity(fixed01, before01, body, seen_before)[0]}
+    scores["similarity"], variance = local_similarity(fixed01, after01, body, seen_after)
+    variance -= noise_variance(after01, seen_after)
+    shown, own = (body_of(variance, seen_after, least) for least in (SHOWN, CONTRAST))
     scores["covered_percent"] = 100.0 * float((shown & body).sum()) / float(body.sum())
     scores["body_overlap"] = 2.0 * float((own & body).sum()) / float(own.sum() + body.sum())
     return scores, body[0, 0].cpu().numpy()
 
 
-def body_of(volume, seen, least):
-    """Where a volume has contrast above `least`, beyond its noise: booleans (1, 1, *spatial), within `seen`.
+def body_of(variance, seen, least):
+    """Where a volume has contrast above `least`: booleans (1, 1, *spatial), within `seen`.
 
     A voxel belongs to it if there is contrast in the cube around it and around each seen voxel of that cube. Without
     the second condition, the body would reach half a cube into empty space, where cubes hold only the outline.
-    volume: (1, 1, *spatial) float32. seen: booleans of that shape.
+    variance: of the cube around each voxel, see `contrast`, minus `noise_variance`; (1, 1, *spatial) float32. seen:
+    booleans of that shape.
     """
-    variance = contrast(volume, seen.float())[2] - noise_variance(volume, seen)
     flat = seen & (variance <= least ** 2)
-    return seen & (box_mean(flat.float(), WINDOW) < 0.5 / WINDOW ** (volume.dim() - 2))
+    return seen & (box_mean(flat.float(), WINDOW) < 0.5 / WINDOW ** (variance.dim() - 2))
 
 
 def noise_variance(volume, seen):
     """The variance of a volume's noise: that of the differences from the mean of 3 voxels along each axis, in the
-    calmest twentieth of what is seen, where there is hardly any anatomy. Arguments as for `body_of`."""
+    calmest twentieth of what is seen, where there is hardly any anatomy.
+
+    volume: (1, 1, *spatial) float32. seen: booleans of that shape. Returns: a tensor of one number, or 0.0.
+    """
     count = 3 ** (volume.dim() - 2)
     rough = box_mean((volume - box_mean(volume, 3)).square() * count / (count - 1), WINDOW)[seen]
     every = max(1, rough.numel() // NOISE_SAMPLES)
@@ -126,7 +131,7 @@ def contrast(volume, weight):
 
 
 def local_similarity(fixed, moved, body, seen):
-    """Mean squared local correlation over a body: a float, 0 .. 1.
+    """Mean squared local correlation over a body, a float, 0 .. 1; and the local variance of the moved volume.
 
     cov^2 / (var_F var_M) in the cube around each voxel (Avants et al., Med Image Anal 2008).
     Arguments as in `image_scores`, all (1, 1, *fixed).
@@ -136,7 +141,7 @@ def local_similarity(fixed, moved, body, seen):
     _, moved_mean, moved_variance = contrast(moved, weight)
     covariance = box_mean(weight * fixed * moved, WINDOW) / count - fixed_mean * moved_mean
     correlation = covariance ** 2 / (fixed_variance.clamp(min=1e-6) * moved_variance.clamp(min=1e-6))
-    return float(torch.where(seen, correlation.clamp(max=1), 0)[body].mean())
+    return float(torch.where(seen, correlation.clamp(max=1), 0)[body].mean()), moved_variance
 
 
 def field_scores(field, body=None):
