@@ -142,7 +142,8 @@ def run(args):
     module = importlib.import_module(f"{home}Study.{file}")  # only now: importing torch takes seconds
     code = getattr(module, args.task)(args)
     if getattr(args, "bids", False):
-        folder = importlib.import_module(f"{home}Inference.bids").write_bids(args.out, getattr(args, "series", None))
+        folder = importlib.import_module(f"{home}Inference.bids").write_bids(
+            args.out, getattr(args, "series", None), getattr(args, "radius", 0.0))
         print(f"BIDS derivatives: {folder.resolve()}", file=sys.stderr)
     return code
 

@@ -33,7 +33,7 @@ OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"}
 # A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
 # one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
 SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. -])?(?P<word>d?segm?|aseg|synthseg|segmentations?|labels?|labelmap|"
-                          r"(?:(?:brain|bet)[_-]?)?masks?|msk|gt|ground_?truth|gtv[a-z]?|wmh|staple|probseg)"
+                          r"(?:(?<!desc-)(?:brain|bet)[_-]?)?masks?|msk|gt|ground_?truth|gtv[a-z]?|wmh|staple|probseg)"
                           r"(?:[_-]?(?P<number>[0-9]+))?", re.I)
 IMAGE_WORD = re.compile(r"^(?:image|img|volume|vol|scan)[_-]?(?=[0-9]+$)|[_-](?:image|img|volume|vol|scan)$", re.I)
 ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
@@ -45,9 +45,9 @@ CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2[wf]?|FLAIR|PDw?|STIR|MP
 TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|tp|MR)[_-]?[0-9]+|BL|FU|"
                   r"(?:19|20)[0-9]{6})$|(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$", re.I)
 # So may what was done to a scan: case_7 and case_7_brain are one subject.
-PROCESSED = re.compile(r"[_-](?:brain|bet|ss|(?:skull_?)?strip(?:ped|ping)?|defaced|n[34]|bias_?corr(?:ected)?|"
-                       r"corrected|restored?|norm(?:ali[sz]ed)?|reg(?:istered)?|resampled|preproc(?:essed)?|denoised|"
-                       r"orig(?:inal)?|raw|crop(?:ped)?)$", re.I)
+PROCESSED = re.compile(r"(?:[_-](?:brain|bet|ss|(?:skull_?)?strip(?:ped|ping)?|defaced|n4|"
+                       r"bias_?corr(?:ected)?|corrected|restored?|norm(?:ali[sz]ed)?|reg(?:istered)?|resampled|"
+                       r"preproc(?:essed)?|denoised|orig(?:inal)?|raw|crop(?:ped)?))+$", re.I)
 SCAN_NUMBER = re.compile(r"(?<![A-Za-z0-9])(?:3D|CT1|T[12]|MNI)\w*|[0-9.]+mm(?![A-Za-z])", re.I)  # tells no subject
 # A folder named by these or by a contrast groups subjects, or scans of one.
 GROUP = re.compile(r"(?:site|cent(?:er|re)|batch|cohort|group|task|fold|part|subset|study|phase|disc|scanner|dataset|"

@@ -37,8 +37,8 @@ COLUMNS = {"frame": {"Description": "number of the frame in the source, from 0"}
                                                "reference to the frame", "Units": "mm"} for axis in "xyz"},
            **{f"rot_{axis}": {"Description": f"rotation around {axis} from the reference to the frame, of Rz Ry Rx",
                               "Units": "rad"} for axis in "xyz"},
-           "framewise_displacement": {"Description": "sum of the absolute changes of the six parameters since the "
-                                                     "last frame, rotations on a sphere of 50 mm", "Units": "mm"},
+           "framewise_displacement": {"Description": "sum of the absolute changes of the six parameters since the last "
+                                                     "frame, rotations on a sphere of {radius:g} mm", "Units": "mm"},
            "similarity_before": {"Description": "similarity of frame and reference before the alignment, at most 1"},
            "similarity": {"Description": "similarity of frame and reference after the alignment, at most 1"},
            "verdict": {"Description": "whether the alignment of the frame is trusted",
@@ -123,10 +123,10 @@ def drop_series(out):
             sidecar_of(path).unlink(missing_ok=True)
 
 
-def write_bids(out, series=None):
+def write_bids(out, series=None, radius=0.0):
     """Copy the results of a folder to bids/, each with a sidecar that names its sources. Returns: Path of bids/.
 
-    series: the path of the series, if the folder is of `motion`, whose rows are blocks of frames.
+    series, radius: path of the series and --radius, if the folder is of `motion`, whose rows are blocks of frames.
     """
     out = Path(out)
     rows = [{"name": "series", "series": os.path.abspath(series), "folder": "."}] if series else (
@@ -149,7 +149,9 @@ def write_bids(out, series=None):
             if path.name == "aligned.nii.gz":  # with the times of the frames, which are those of its source
                 with contextlib.suppress(OSError, ValueError, TypeError):
                     sidecar = {**json.loads(sidecar_of(Path(row["series"])).read_bytes()), **sidecar}
-            sidecar |= COLUMNS if path.suffix == ".tsv" else {}
+            if path.suffix == ".tsv":
+                sidecar |= {column: {**words, "Description": words["Description"].format(radius=radius)}
+                            for column, words in COLUMNS.items()}
             target.parent.mkdir(parents=True, exist_ok=True)
             write_file(target, path.read_bytes())
             write_file(sidecar_of(target), json.dumps(sidecar, indent=1) + "\n")

@@ -109,7 +109,10 @@ def save(result, folder):
     require_apart(folder, [volume.path for volume in volumes.values() if volume.path])
     require_own(folder, [folder])
     files = {key: volume.path or folder / f"{key}.nii.gz" for key, volume in volumes.items()}
-    own = (read_results(folder)["settings"] or {}).get("from_memory", [])  # an earlier save wrote them
+    earlier = read_results(folder)
+    own = (earlier["settings"] or {}).get("from_memory", [])  # an earlier save wrote them
+    if earlier["version"] == "1.2.0":  # which did not say so
+        own = [os.path.basename(row.get(key, "")) for row in earlier["pairs"].values() for key in files]
     given = [path for key, path in files.items() if not volumes[key].path]
     taken = next((path for path in given if path.exists() and path.name not in own), None)
     if taken:

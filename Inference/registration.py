@@ -49,7 +49,7 @@ from Inference.refine import refine as optimise
 from Inference.scores import pair_scores
 from Runtime import memory
 from Runtime.device import own_settings, pick_device, synchronize
-from Runtime.errors import InputError
+from Runtime.errors import InputError, MemoryShort
 
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
 BETTER = 0.02  # similarity by which the centres must beat the headers, which are usually right
@@ -309,7 +309,7 @@ def memory_needed(shape, moving_shape, images, inverse, own_grid=False):
 
 
 def require_memory(fixed, moving, images, inverse):
-    """Raise InputError for a pair that needs more memory than is free. fixed, moving: as for `register`."""
+    """Raise MemoryShort for a pair that needs more memory than is free. fixed, moving: as for `register`."""
     shapes = shape_of(fixed), shape_of(moving)
     if None in shapes:
         return  # reading the file reports the problem
@@ -319,9 +319,9 @@ def require_memory(fixed, moving, images, inverse):
         free = memory.measure(torch.device("cpu"))["host_free"]
     if free is not None and needed > free:
         names = [str(side) if is_path(side) else word for side, word in ((fixed, "fixed"), (moving, "moving"))]
-        raise InputError(f"{' and '.join(names)}: to register them takes up to {needed / 2 ** 30:.1f} GiB of memory, "
-                         f"and {free / 2 ** 30:.1f} GiB are free; resample them to larger voxels, leave out the "
-                         "inverse, use fewer workers, or take a machine with more.")
+        raise MemoryShort(f"{' and '.join(names)}: to register them takes up to {needed / 2 ** 30:.1f} GiB of memory, "
+                          f"and {free / 2 ** 30:.1f} GiB are free; resample them to larger voxels, leave out the "
+                          "inverse, use fewer workers, or take a machine with more.")
 
 
 def read_side(source, side, mask, channels):

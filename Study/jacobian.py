@@ -64,10 +64,14 @@ def of_results(out, args):
     """Tasks for the subjects in a folder of results, all registered to one volume; their function; failed subjects; the
     verdicts of the others, which change when the list does, while their maps are kept."""
     folder = Path(args.results) if Path(args.results).is_dir() else Path(args.results).parent
-    rows = [row for row in read_results(folder)["pairs"].values() if "fixed" in row and "matrix" in row]
+    earlier = read_results(folder)
+    rows = [row for row in earlier["pairs"].values() if "fixed" in row and "matrix" in row]
     if not rows:
         raise InputError(f"{args.results}: the folder has no results of a template or of OM_register.py; give a "
                          "folder that has.")
+    if any(row.get("start") == "field" for row in rows) and str(earlier["version"]) <= "1.2.0":
+        raise InputError(f"{args.results}: OmniMorph {earlier['version']} did not store the affine part of a "
+                         "registration that starts from a field; register the subjects again.")
     targets = sorted({row["fixed"] for row in rows})
     if len(targets) > 1:
         raise InputError(f"{args.results}: registered to {targets[0]} and to {targets[1]}; maps are compared on one "

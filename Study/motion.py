@@ -5,6 +5,7 @@ its field), so the result is the same for any number of processes. The map of a 
 positions of its points in that frame.
 """
 import functools
+import itertools
 from pathlib import Path
 
 import nibabel
@@ -18,7 +19,7 @@ from Inference.results import do_all
 from Report.charts import grid, line_chart
 from Report.page import table_html
 from Runtime.device import pick_device
-from Runtime.errors import InputError, attempt
+from Runtime.errors import InputError, MemoryShort
 from Runtime.files import sha256, write_file
 from Study.common import aligned, end, finished_row, locked, write_study_page, write_table
 from Study.thumbnails import gallery_html, thumbnail
@@ -58,8 +59,9 @@ def motion(args):
             align = functools.partial(align_block, str(where), str(args.series), count, options)
             rows, failed = do_all(where, tasks, align, settings, args.workers, f"pass {number + 1} of {passes}",
                                   "block", args.again)
-            if not rows:
-                raise InputError(failed[0]["reason"])
+            reasons = [each["reason"] for each in (*failed, *itertools.chain(*(row["frames"] for row in rows)))]
+            if not any(frame["matrix"] for row in rows for frame in row["frames"]):
+                raise InputError(reasons[0])
             if number < passes - 1:
                 write_volume(out / "reference.nii.gz", mean_of(rows), affine)
         table = join(out, rows, args.series, shape, affine, args.radius)
@@ -93,14 +95,14 @@ def align_block(out, series, count, options, entry, folder, earlier):
     start = int(entry["name"].rpartition("_")[2])
     affine, begin, volumes, frames = shape_of(series)[1], {}, [], []
     for number in range(start, min(start + BLOCK, count)):
-        name = f"{series}, frame {number}"
-        image = attempt(name, frame_of, series, number)
-        found = image if isinstance(image, str) else attempt(
-            name, functools.partial(aligned, entry["reference"], (image, affine), **options, **begin))
-        if isinstance(found, str):  # later frames keep their numbers
+        try:
+            found = aligned(entry["reference"], (frame_of(series, number), affine), **options, **begin)
+        except MemoryShort:
+            raise  # not for the frame: the block is done again
+        except InputError as error:  # later frames keep their numbers
             volumes.append(np.zeros(shape_of(series)[0][:3], np.float32))
             frames.append({"frame": number, "matrix": None, "similarity": None, "similarity_before": None,
-                           "verdict": "failed", "reason": found})
+                           "verdict": "failed", "reason": str(error)})
             continue
         begin = {} if found.verdict == "failed" else {"start": found.known if options["refine"] else found.matrix}
         volumes.append(found.warped)

@@ -11,6 +11,7 @@ import OM_study
 from Dataloader.nifti import open_nifti, write_volume
 from Dataloader.synthetic import make_subject
 from Inference.results import read_results
+from Runtime import memory
 from Study import motion
 from Study.motion import displacement, parameters_of
 from Study.qc import outlier_of
@@ -245,6 +246,23 @@ def test_a_bad_frame_is_empty_and_all_keep_their_numbers_and_the_unit_of_time(tm
     blocks[1]["frames"][0]["frame"] = 6  # as after a block that failed as a whole
     left = motion.join(tmp_path / "out", blocks, tmp_path / f"bold{suffix}", frames.shape, AFFINE, 50)
     assert [row["framewise_displacement"] for row in left] == [None] * 4
+
+
+def test_what_is_wrong_with_all_frames_or_with_the_machine_is_an_error_and_no_result(tmp_path, monkeypatch, capsys):
+    thin = np.random.default_rng(0).random((14, 16, 3, 3), np.float32)
+    write_volume(tmp_path / "thin.nii.gz", thin, AFFINE)
+    words = ["--device", "cpu", "--reference", "middle"]
+    assert run("motion", "--series", tmp_path / "thin.nii.gz", *words, "--out", tmp_path / "thin") == 43
+    assert "fewer than 4 voxels along an axis" in capsys.readouterr().err
+    assert not (tmp_path / "thin/aligned.nii.gz").exists()
+    write_volume(tmp_path / "bold.nii.gz", np.stack([make_subject(0, (12, 13, 11))["image"]] * 2, -1), AFFINE)
+    words += ["--series", tmp_path / "bold.nii.gz", "--out", tmp_path / "out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "measure", lambda device: {"host_free": 1000})
+        assert run("motion", *words) == 43
+    assert "GiB are free" in capsys.readouterr().err
+    assert run("motion", *words) == 0, "the frames were not given up for good"
+    assert [row["verdict"] for row in table(tmp_path / "out/motion.tsv")] == ["ok", "ok"]
 
 
 def test_a_negative_time_of_a_frame_is_written_as_a_positive_one(tmp_path):
