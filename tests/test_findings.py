@@ -1,4 +1,4 @@
-"""What reviews found, where no other file has a test of it, and the page of promises."""
+"""What pages say since a review found it missing or wrong, the page of promises, and the table of findings."""
 import os
 import re
 import subprocess
@@ -14,10 +14,36 @@ from Report.run_logs import read_run
 from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
+from tests import findings
 from tests.faults.common import until
 from tests.tiny import QUICK, ROOT, arguments, make_data, options
 
 ONE_SUBJECT = {"data__train_ids": "", "data__val_ids": "", "data__subject_pattern": "(subject)"}
+
+
+@pytest.mark.parametrize("page, has, has_not", [
+    pytest.param("README.md", "10.1016|103987", None, id="E2"),
+    pytest.param("docs/features.md", "MultiMorph", None, id="E5"),
+    pytest.param("docs/training.md", "shown to work with the `optim.lr` of each config", None, id="C5"),
+    pytest.param("docs/trouble.md", "refresh_process_group_every.*oneccl_bindings.*do N epochs take"
+                 ".*train_ids: 10%.*in place.*0.335.*grid_sample 0.007.*pair_list.*filter-repo.*squeue",
+                 "train_fraction", id="C8"),
+    pytest.param("docs/install.md", "\\| program \\| Linux \\| macOS \\| Windows \\|", None, id="G20"),
+    pytest.param("docs/registration.md", "look wrong\\]\\(looks_wrong.md\\)", None, id="G20-page"),
+    pytest.param("docs/coming_from.md", "wrong options end the\\s+program.*exit code 43", None, id="G20-codes"),
+    pytest.param("README.md", "only want to register.*train mode 3.*a third of the time", None, id="G11"),
+    pytest.param("Config/config_om.yaml", "For registration alone, train mode 3.*Train all three modes", None,
+                 id="G11-config"),
+    pytest.param("README.md", "--nodes=4 --gres=gpu:4 --ntasks-per-node=4", None, id="G13"),
+    pytest.param("Notebooks/register.ipynb", "100 steps of refinement", "`refine=60` then", id="G21"),
+    pytest.param("docs/registration.md", "OMP_NUM_THREADS.*0\\.71 mm", None, id="H26"),
+    pytest.param("docs/training.md", "so 0\\.92 shows no learning", "1 is what no prediction gets", id="I13"),
+    pytest.param("Diffusion/diffuser.py", "undo", "undo exactly", id="I14"),
+    pytest.param("docs/training.md", "tmux", None, id="F11")])
+def test_pages_say_what_a_review_missed(page, has, has_not):
+    text = (ROOT / page).read_text()
+    assert re.search(has, text, re.S), f"{page} does not say {has}"
+    assert not has_not or has_not not in text
 
 
 def test_a_fresh_clone_is_told_that_no_data_were_named(tmp_path):
@@ -34,10 +60,8 @@ def test_bars_of_a_job_print_a_line_a_minute():
 
 
 def test_a_refused_start_leaves_no_folder_and_is_no_death(tmp_path, capsys):
-    """A first start that is refused leaves nothing; one in a folder with a run is neither a death nor lost time.
-
-    Whose volumes are of one subject is told why mode 2 stays 0.
-    """
+    """G14: a first start that is refused leaves nothing; one in a folder with a run is neither a death nor lost time.
+    F13: whose volumes are of one subject is told why mode 2 stays 0."""
     run, changes = tmp_path / "Models/demo_om_net", {**QUICK, **ONE_SUBJECT, "data__repeats": 1}
     assert om.main(arguments(tmp_path, **changes)) == 43 and "no such data" in capsys.readouterr().err
     assert list((tmp_path / "Models").iterdir()) == [] and not (tmp_path / "Logs").exists()
@@ -57,7 +81,7 @@ def test_a_refused_start_leaves_no_folder_and_is_no_death(tmp_path, capsys):
 
 
 def test_an_error_of_the_picture_does_not_cost_the_epoch(data, tmp_path, monkeypatch):
-    """Its checkpoint is written before the figure is drawn."""
+    """B17: its checkpoint is written before the figure is drawn."""
     def no_font(*_, **__):
         raise RuntimeError("the font is gone")
 
@@ -80,3 +104,13 @@ def test_every_promise_has_a_command_that_exists():
         assert all((ROOT / file).exists() for file in files), f"{number}: {commands}"
         titles = re.findall(r'"([^"]+)"', commands) if "run_matrix" in commands else []
         assert all(f'"{title}"' in matrix for title in titles), f"{number}: {titles}"
+
+
+def test_the_table_of_findings_has_every_entry_once_and_names_real_tests():
+    ours = [entry for entry in findings.all_entries() if findings.issue_of(entry) == 48]
+    for entry in ours:
+        tables = (findings.MENDED, findings.NO_FAULT, findings.GONE, findings.OPEN)
+        homes = [table for table in tables if entry in table]
+        assert len(homes) == 1, f"{entry} stands in {len(homes)} tables"
+    missing = {entry: findings.missing_tests(entry) for entry in findings.MENDED}
+    assert not any(missing.values()), {entry: names for entry, names in missing.items() if names}
