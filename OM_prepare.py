@@ -33,6 +33,7 @@ from Runtime.files import csv_text
 from Runtime.workers import run_tasks, shared_counter
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+LEAST_KEPT = 0.9  # share of a volume's labels on the grid; resampling thin ones changes them too
 WORKER = {"counter": None}  # in each worker: number of volumes done, shared with the main process
 
 
@@ -241,7 +242,19 @@ def prepare(folder, cfg, args):
     manifest = cache.write_manifest(folder, cfg, kept, mark)
     remove_old(folder, {*manifest["files"], "manifest.json", "refused.csv"}, args.fresh or args.repair)
     report(folder, manifest, cfg, time.time() - started)
+    warn_of_cut_labels(kept)
     return DONE
+
+
+def warn_of_cut_labels(parts):
+    """Say so if the training grid leaves out labelled parts of volumes. parts: {number: record}."""
+    kept = {line["id"]: line.get("label_kept") for record in parts.values() for line in record["volumes"]}
+    cut = {name: share for name, share in kept.items() if share is not None and share < LEAST_KEPT}
+    if cut:
+        worst = min(cut, key=cut.get)
+        print(f"warning: {len(cut)} volumes have labels beyond the training grid, {worst} {100 - 100 * cut[worst]:.0f} "
+              "% of them: enlarge data.img_size or data.spacing_mm (0 fits each volume), or check data.crop_above.",
+              file=sys.stderr)
 
 
 def remove_old(folder, keep, alone):

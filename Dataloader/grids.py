@@ -166,6 +166,12 @@ def varying_box(images, least=4):
     return box
 
 
+def voxel_volume(affine, dims):
+    """Volume of a voxel in mm3 (2D: area in mm2), of sheared grids too. affine: 4x4."""
+    axes_mm = affine[:3, :dims]
+    return float(np.sqrt(np.linalg.det(axes_mm.T @ axes_mm)))
+
+
 def grid_transform(shape, affine, size, spacing_mm, box=None):
     """Place an isotropic grid centred on a canonical volume, or on a box in it.
 

@@ -13,6 +13,7 @@ from Dataloader.grids import (
     rescale,
     to_canonical,
     to_grid,
+    voxel_volume,
 )
 from Dataloader.nifti import read_channels, read_label, read_numbers, read_raw_header, read_volume, require_image
 from Runtime.errors import InputError
@@ -27,7 +28,8 @@ def on_grid(item, cfg, kinds=KINDS):
     item: from `read_datalist`. cfg: flat config. kinds: which of KINDS are wanted.
     Returns: dict of image (D, H, W) float32 in [0, 1], with data.channels C > 1 (C, D, H, W); label, mask (D, H, W)
     int16 or None; shape and affine (4x4, RAS) of the file; grid_affine (4x4) of the training grid; low, high: the file
-    intensities that become 0 and 1, lists if C > 1.
+    intensities that become 0 and 1, lists if C > 1; label_kept, the share of the labelled volume that is on the grid,
+    None without labels.
     Raises InputError naming the file for whatever `read_volume` refuses, and for a label on another grid.
     """
     size, spacing_mm, crop = cfg["data.img_size"], cfg["data.spacing_mm"], cfg["data.crop_above"]
@@ -54,11 +56,16 @@ def on_grid(item, cfg, kinds=KINDS):
                 raise InputError(f"{item[kind]}: labels from {other.min()} to {other.max()} do not fit int16, in "
                                  "which the cache stores them; renumber them.")
             arrays[kind] = np.ascontiguousarray(to_grid(other, affine, size, spacing_mm, 0, box)[0])
+    grid_affine, label_kept = placed[0][1], None
+    if arrays["label"] is not None and others["label"].any():
+        mm3 = [np.count_nonzero(array) * voxel_volume(around, array.ndim) for array, around in (
+            (arrays["label"], grid_affine), (others["label"], affine))]
+        label_kept = min(mm3[0] / mm3[1], 1.0)
     image, (low, high) = placed[0][0], limits[0]
     if len(placed) > 1:
         image, low, high = np.stack([array for array, _ in placed]), *map(list, zip(*limits))
-    return {**arrays, "image": image, "shape": shape, "affine": affine, "grid_affine": placed[0][1], "low": low,
-            "high": high}
+    return {**arrays, "image": image, "shape": shape, "affine": affine, "grid_affine": grid_affine, "low": low,
+            "high": high, "label_kept": label_kept}
 
 
 def read_image(item, dims, count):
@@ -95,7 +102,7 @@ def describe(item, prepared):
     header = read_raw_header(item["image"])
     return {"shape": list(prepared["shape"]), "affine": prepared["affine"].tolist(),
             "grid_affine": prepared["grid_affine"].tolist(), "low": prepared["low"], "high": prepared["high"],
-            "header": base64.b64encode(header.binaryblock).decode()}
+            "label_kept": prepared["label_kept"], "header": base64.b64encode(header.binaryblock).decode()}
 
 
 def original_header(record):

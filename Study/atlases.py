@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from Dataloader.formats import same_volume
-from Dataloader.grids import require_same_grid
+from Dataloader.grids import require_same_grid, voxel_volume
 from Dataloader.nifti import read_label, read_numbers, read_raw_header, read_volume, write_volume
 from Dataloader.transforms import write_matrix
 from Dataloader.volume import dims_of
@@ -251,7 +251,7 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
 
 def sizes(inside, doubt, affine):
     """Volume in mm3 (2D: mm2) and mean doubt of a label. inside: booleans (*size)."""
-    voxel_mm3 = common.voxel_volume(affine, inside.ndim)
+    voxel_mm3 = voxel_volume(affine, inside.ndim)
     return {"mm3": float(inside.sum()) * voxel_mm3, "doubt": float(doubt[inside].mean()) if inside.any() else None}
 
 

@@ -5,8 +5,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
-
 from Dataloader.datalist import (
     is_one_volume,
     label_beside,
@@ -95,12 +93,6 @@ def aligned_row(found, entry, folder, out, paths, **more):
     row = {"name": entry["name"], "folder": str(folder), **scores_of(found), "verdict": found.verdict,
            "reason": found.reason, "matrix": found.matrix.tolist(), **more}
     return {**finished_row(row, out, paths), "warnings": []}
-
-
-def voxel_volume(affine, dims):
-    """Volume of a voxel in mm3 (2D: area in mm2), of sheared grids too. affine: 4x4."""
-    axes_mm = affine[:3, :dims]
-    return float(np.sqrt(np.linalg.det(axes_mm.T @ axes_mm)))
 
 
 def dice_text(row):

@@ -20,7 +20,7 @@ import torch
 from scipy import linalg, ndimage
 
 from Dataloader.formats import digest
-from Dataloader.grids import intensity_range, require_same_grid, rescale, to_canonical, to_grid
+from Dataloader.grids import intensity_range, require_same_grid, rescale, to_canonical, to_grid, voxel_volume
 from Dataloader.nifti import read_label, read_volume, write_field, write_volume
 from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import compose, exponential, then_affine
@@ -172,7 +172,7 @@ def middle_subject(items, left_out):
             left_out[item["id"]] = str(error)
             continue
         low, high = intensity_range(image)
-        voxel_mm3 = common.voxel_volume(affine, image.ndim)
+        voxel_mm3 = voxel_volume(affine, image.ndim)
         sizes.append((float((image > (low + high) / 2).sum() * voxel_mm3), item["id"], item["image"]))
     if not sizes:
         raise InputError(f"{items[0]['image']}: no volume of the group can be read ({left_out[items[0]['id']]}).")

@@ -188,6 +188,18 @@ def test_labels_take_one_byte_where_they_fit(tmp_path, values, dtype):
     assert not arrays["labels"][1].any() and record["volumes"][1]["label"] is None
 
 
+@pytest.mark.parametrize("axes", [3, 2])
+def test_labels_beyond_the_grid_are_told(tmp_path, axes, capsys):
+    image = np.random.default_rng(0).random((24,) * axes).astype(np.float32)
+    label = np.zeros(image.shape, np.uint8)
+    label[2:14, 4:20] = 1  # of a grid of 16 voxels in the middle, 4 to 20
+    item = save(tmp_path, image, np.diag([2.0, 1.5, 1.5, 1.0]), label=label)
+    for size, spacing_mm, told in ((16, 1.5, True), (40, 1.5, False), (16, 0.0, False)):
+        cfg = {**keys((size,) * axes, spacing_mm), "model.dims": axes}
+        OM_prepare.warn_of_cut_labels({0: part(tmp_path, [item], cfg)[1]})
+        assert ("1 volumes have labels beyond the training grid, v_1 " in capsys.readouterr().err) == told
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spacing_mm", [1.0, 0.0])
 def test_the_grid_is_centred_on_the_foreground_or_on_the_mask(tmp_path, masked, spacing_mm):
