@@ -42,7 +42,7 @@ EXIT = "import os\nos._exit(127)\n"  # a package may end the process, and nothin
 # {name: (run.device, content of the package, its version)}
 ELSEWHERE = {"broken": ("auto", "raise AttributeError('no xpu')\n", f"{OURS}.10+xpu"),
              "foreign": ("auto", EXIT, "1.13.10+xpu"), "foreign though asked for": ("xpu", EXIT, "1.13.10+xpu"),
-             "for the CPU": ("auto", EXIT, f"{OURS}+cpu")}
+             "for the CPU": ("auto", EXIT, f"{OURS}.0+cpu")}
 PASS = """
 import os, sys
 import torch
