@@ -225,8 +225,11 @@ def test_precisions_that_follow_a_general_one_still_follow_it_afterwards(general
     def precisions():
         return [each.fp32_precision for each in parts]
 
-    before = backends.fp32_precision, backends.mkldnn.matmul.fp32_precision
+    before, backends.fp32_precision = backends.fp32_precision, "none"
+    own = precisions()  # another test may have set some, which then follow nothing
     try:
+        for each in parts:
+            each.fp32_precision = "none"
         backends.fp32_precision, backends.mkldnn.matmul.fp32_precision = general, "bf16"
         found = precisions()
         with own_settings():
@@ -235,7 +238,9 @@ def test_precisions_that_follow_a_general_one_still_follow_it_afterwards(general
         backends.fp32_precision = "tf32" if general == "ieee" else "ieee"
         assert precisions() == [backends.fp32_precision, backends.fp32_precision, "bf16", backends.fp32_precision]
     finally:
-        backends.fp32_precision, backends.mkldnn.matmul.fp32_precision = before
+        backends.fp32_precision = before
+        for each, value in zip(parts, own):
+            each.fp32_precision = value
 
 
 def test_sums_cannot_be_exact_and_in_bf16():
