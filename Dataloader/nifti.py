@@ -41,6 +41,7 @@ MOST_AFTER = 64 * 2 ** 20  # bytes after the last voxel: they are read up to the
 MOST_LABELS = 500  # distinct whole numbers in a label map
 EQUAL_NEIGHBOURS = 0.7  # share of a label map's foreground voxels that equal their neighbour, at least
 ROUNDED = 1e-3  # relative error of a label that a scale factor such as 1.000015 may cause
+OURS = b"OmniMorph"  # describes fields for Learn2Reg
 VECTOR = 1007  # NIfTI's intent code for a vector per voxel, which ITK and ANTs write for displacement fields
 PLACE_CODES = range(6)  # the sform and qform codes that NIfTI defines
 ZOOMS_APART = 0.01  # by which sizes of voxels in sform and pixdim may differ without a warning, as a fraction
@@ -551,7 +552,17 @@ def write_field_learn2reg(path, field, affine):
     """
     vectors = np.zeros((*field.shape[1:], *[1] * (3 - len(field)), 3), np.float32)
     vectors[..., :len(field)] = np.moveaxis(field, 0, -1).reshape(*vectors.shape[:-1], len(field))
-    write_volume(path, vectors, affine)
+    header = nibabel.Nifti1Header()
+    header["descrip"] = OURS  # its name is that of any other method's field
+    write_volume(path, vectors, affine, header)
+
+
+def is_own_field(path):
+    """Whether a file is of `write_field_learn2reg`."""
+    try:
+        return open_nifti(path).header["descrip"] == OURS
+    except (InputError, KeyError, ValueError):
+        return False
 
 
 def read_field(path, dims=3):

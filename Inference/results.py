@@ -20,6 +20,7 @@ from tqdm import tqdm
 from Dataloader import points
 from Dataloader.datalist import MOST_CHANNELS
 from Dataloader.formats import digest
+from Dataloader.nifti import is_own_field
 from Inference.choices import IMAGES
 from Inference.pair_figures import PAIR_PAGE, means
 from Inference.scores import COLUMNS
@@ -55,12 +56,15 @@ def require_own(out, folders=(), disps=(), program=None):
     folders would be dropped; (): only those of another program matter. program: as in the settings; None: a
     registration. disps: names of the whole list's fields for Learn2Reg.
     """
-    pages = [out / name for name in ("results.json", "results.csv", "report.html", *disps)]
+    pages = [out / name for name in ("results.json", "results.csv", "report.html")]
     outputs = itertools.chain.from_iterable(output_files(folder) for folder in folders if folder.is_dir())
     taken = next(filter(Path.exists, itertools.chain(pages, outputs)), None)
     # Read after a file was seen: a part of the list that begins meanwhile writes its results before its files.
     homes = [(home, read_results(home)) for home in (out, *parts_of(out))]
-    if taken and not any(earlier["version"] for _, earlier in homes):
+    foreign = next((out / name for name in disps if (out / name).exists() and not is_own_field(out / name)
+                    and out / name not in listed_files(out)), None)
+    if foreign or taken and not any(earlier["version"] for _, earlier in homes):
+        taken = foreign or taken
         raise InputError(f"{taken}: it is not of an earlier run into {out}, and a result would replace it; choose "
                          "another --out.")
     named = set(map(os.path.abspath, folders))

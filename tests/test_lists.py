@@ -306,6 +306,14 @@ def test_a_learn2reg_field_of_others_is_not_replaced(data, tmp_path, capsys):
     assert theirs.read_bytes() == b"theirs"
     theirs.unlink()
     assert call(*words) == 0 == call(*words)
+    for path in (tmp_path / "out").iterdir():  # as after an interruption
+        if path != theirs:
+            path.unlink()
+    assert call(*words) == 0, "the field is ours"
+    assert call(*(word for word in words if word != "--learn2reg")) == 0 and not theirs.exists()
+    theirs.write_bytes(b"theirs")
+    assert call(*words) == 43 and f"{theirs}: it is not of an earlier run" in capsys.readouterr().err
+    assert theirs.read_bytes() == b"theirs", "beside results too"
 
 
 def test_a_label_on_another_grid_is_told_in_numbers(data, tmp_path, capsys):
