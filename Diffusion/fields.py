@@ -195,8 +195,10 @@ def resize_field(field, size, align="corners"):
       "corners": the centres of the first voxels, and of the last. Control grids lie so on images, and the smaller
         images of the refinement on whole ones. The displacement is scaled by the ratio of the grid steps: `field` is in
         voxels of its own grid, the result in voxels of the new one.
-      "cells": the outer faces, so that a coarse voxel covers 2^N finer ones. The levels of a network lie so, and their
-        features are upsampled so. The values stay as they are: a network keeps one unit at all of its levels.
+      "cells": the outer faces, so that a coarse voxel covers 2^N finer ones. The levels of a network count as lying so,
+        and their features are upsampled so. (Its strided convolutions centre level l on the voxels 2^l i, which is
+        (2^l - 1) / 2 voxels lower; the weights learn to make up for that.) The values stay as they are: a network keeps
+        one unit at all of its levels.
 
     field: (B, N, *spatial). Returns: (B, N, *size), float32.
     """
