@@ -109,6 +109,8 @@ def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with
                 content = {"token": token or secrets.token_hex(8), "since": time.strftime("%Y-%m-%d %H:%M:%S"),
                            "holders": [me], "job": slurm_job(), "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
                            "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
+            for half in run.glob(f".{path.name}.tmp-*"):  # of a process that was killed while it wrote
+                half.unlink(missing_ok=True)
             write_file(path, json.dumps({**content, "stale_after_s": stale_after_s}))
         hold(run, content["token"])
         return content["token"]

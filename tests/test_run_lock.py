@@ -143,6 +143,12 @@ def test_what_a_death_in_the_middle_of_locking_leaves_is_in_the_way_for_half_a_m
     assert waiting.stdout.readline().startswith("token ") and not claim.exists()
 
 
+def test_the_half_lock_of_a_process_killed_while_it_wrote_does_not_stay(tmp_path):
+    (tmp_path / ".lock.json.tmp-vm-14205").write_text('{"token": "0de2')
+    unlock(tmp_path, lock(tmp_path, 60))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_process_number_that_someone_else_has_now_is_dead(tmp_path, start):
     lock(tmp_path, 60)
     rewrite(tmp_path, pid=start().pid)  # alive, but it began at another time
