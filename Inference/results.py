@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from Dataloader import points
 from Dataloader.datalist import MOST_CHANNELS
-from Dataloader.formats import digest
+from Dataloader.formats import digest, size_and_time
 from Dataloader.nifti import is_own_field
 from Inference.choices import IMAGES
 from Inference.pair_figures import PAIR_PAGE, means
@@ -162,6 +162,15 @@ def source_digests(pair):
     return digests
 
 
+def source_stamps(pair):
+    """Size and time of each file of a pair, {key: list}; None if missing."""
+    stamps = {key: None for key in pair if key != "name"}
+    for key in stamps:
+        with contextlib.suppress(OSError):
+            stamps[key] = size_and_time(pair[key])
+    return stamps
+
+
 def output_files(folder, disp=None):
     """Paths of the existing files of a pair. disp: path of the field for Learn2Reg, or None."""
     paths = [folder / name for name in OUTPUTS]
@@ -269,9 +278,13 @@ def do_one(function, out, of_list, entry, folder, earlier):
     list."""
     name = " and ".join(str(entry[key]) for key in ("fixed", "moving") if key in entry) or entry["name"]
     try:
-        source = source_digests(entry)  # before the files are read: one that is replaced meanwhile is done again
+        stamps = source_stamps(entry)
         row = attempt(name, function, entry, folder, earlier)
-        return row if isinstance(row, str) else {**row, "source": source}
+        if isinstance(row, str):
+            return row
+        source = source_digests(entry)  # not before, since hashing what will be refused may take minutes
+        changed = [key for key, stamp in source_stamps(entry).items() if stamp != stamps[key]]
+        return {**row, "source": {**source, **dict.fromkeys(changed)}}  # replaced meanwhile: the next run does it again
     except OSError as error:
         if not error.filename or Path(out).resolve() in Path(error.filename).resolve().parents:
             raise  # the results of no entry can be written
