@@ -21,13 +21,13 @@ class InputError(ValueError):
     exit with STOP, which the restart loop does not retry.
     """
 
-
-class MemoryShort(InputError):
-    """There is not enough memory for an input now; there may be later, or on another machine."""
-
     def __init__(self, sentence):
         # Text from a file may contain characters that break the line or move the terminal's cursor.
         super().__init__("".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in sentence))
+
+
+class MemoryShort(InputError):
+    """There is not enough memory for an input now; there may be later, or on another machine."""
 
 
 def parse_options(parser, argv=None, subcommands=()):

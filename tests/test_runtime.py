@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from Runtime.errors import InputError, MemoryShort
 from tests import launching
 from tests.tiny import ROOT
 
@@ -102,3 +103,8 @@ def test_a_name_that_standard_output_cannot_encode_ends_no_training():
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
                            env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})
     assert (found.returncode, found.stdout) == (0, "volumes added: 1 (caf\\udce9_7)\n"), found.stderr
+
+
+@pytest.mark.parametrize("kind", [InputError, MemoryShort])
+def test_a_sentence_cannot_move_the_cursor_or_break_its_line(kind):
+    assert str(kind("bad name \x1b[2J\r of caf\udce9\ngrüße")) == "bad name \\x1b[2J\\r of caf\\udce9\ngrüße"
