@@ -61,8 +61,9 @@ def require_own(out, folders=(), disps=(), program=None):
     taken = next(filter(Path.exists, itertools.chain(pages, outputs)), None)
     # Read after a file was seen: a part of the list that begins meanwhile writes its results before its files.
     homes = [(home, read_results(home)) for home in (out, *parts_of(out))]
-    foreign = next((out / name for name in disps if (out / name).exists() and not is_own_field(out / name)
-                    and out / name not in listed_files(out)), None)
+    listed = set(listed_files(out)) if disps else set()
+    foreign = next((path for path in (out / name for name in disps)
+                    if path not in listed and path.exists() and not is_own_field(path)), None)
     if foreign or taken and not any(earlier["version"] for _, earlier in homes):
         taken = foreign or taken
         raise InputError(f"{taken}: it is not of an earlier run into {out}, and a result would replace it; choose "

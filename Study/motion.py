@@ -5,7 +5,6 @@ its field), so the result is the same for any number of processes. The map of a 
 positions of its points in that frame.
 """
 import functools
-import itertools
 from pathlib import Path
 
 import nibabel
@@ -59,9 +58,9 @@ def motion(args):
             align = functools.partial(align_block, str(where), str(args.series), count, options)
             rows, failed = do_all(where, tasks, align, settings, args.workers, f"pass {number + 1} of {passes}",
                                   "block", args.again)
-            reasons = [each["reason"] for each in (*failed, *itertools.chain(*(row["frames"] for row in rows)))]
-            if not any(frame["matrix"] for row in rows for frame in row["frames"]):
-                raise InputError(reasons[0])
+            frames = [frame for row in rows for frame in row["frames"]]
+            if not any(frame["matrix"] for frame in frames):
+                raise InputError([*failed, *frames][0]["reason"])
             if number < passes - 1:
                 write_volume(out / "reference.nii.gz", mean_of(rows), affine)
         table = join(out, rows, args.series, shape, affine, args.radius)
