@@ -99,7 +99,7 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
     root = Path(root)
     if not root.exists() and not glob.has_magic(str(root)):
         raise InputError(f"{root}: no such data folder or list; check the path.")
-    items, unused = _read_items(root, channels)
+    items, unused, passed = _read_items(root, channels)
     if not items:
         pictures = [name for name in sorted(os.listdir(root)) if ends_in(name, PICTURES)] if root.is_dir() else []
         raise InputError(f"{root}: found no .nii, .nii.gz or other volume; "
@@ -108,7 +108,10 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         matches = [NUMBERED.fullmatch(_stem(item["image"])) for item in items]
         numbers = {int(match[2]) for match in matches} if all(matches) else set()
         # Other numbers, such as 0001 to 0100, are those of volumes, each with all of its channels.
-        items = group_channels(items) if 0 in numbers and 0 < max(numbers) < MOST_CHANNELS else items
+        if 0 in numbers and 0 < max(numbers) < MOST_CHANNELS:
+            items = group_channels(items)
+        elif not numbers:
+            items = group_contrasts(items, channels)
     for item in items:
         found = 1 + len(item.get("channels", []))
         if found > 1 and found != channels:  # one file may hold all channels
@@ -125,6 +128,12 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and {len(unused)} of the "
               f"segmentations match no volume, such as {unused[0]}: name them after their images, or list both in a "
               ".csv.", file=sys.stderr)
+    elif lacking and not quiet and (path := _derived_segmentation(root)):
+        print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and derivatives is not read, which "
+              f"holds segmentations such as {path}: to use them, list images and labels in a .csv.", file=sys.stderr)
+    if passed and not quiet:
+        print(f"warning: {root}: only its NIfTI files are read, not {len(passed)} further volumes there, such as "
+              f"{passed[0]}: to use them too, list all volumes in a .csv.", file=sys.stderr)
     return items if as_listed else sorted(items, key=lambda item: item["id"])  # as in a cache
 
 
@@ -138,29 +147,44 @@ def case_and_channel(path):
     return (match[1], int(match[2])) if match else (_stem(path), 0)
 
 
-def group_channels(items):
+def group_channels(items, found=None):
     """Merge the items of single images into one item per case: X_0000, X_0001 and so on are channels of case X.
 
-    items: as from `read_datalist`.
+    items: as from `read_datalist`. found: the case and channel of each item, by default as its name tells.
     Returns: items in the same order. The lowest-numbered channel is the image, the others are "channels"; label and
     mask are the first ones found in the case.
     Raises InputError if a channel of a case is missing.
     """
     cases = {}
-    for item in items:
-        case, number = case_and_channel(item["image"])
+    for item, (case, number) in zip(items, found or [case_and_channel(item["image"]) for item in items]):
         cases.setdefault(case, {})[number] = item
     most = max(len(channels) for channels in cases.values())
     grouped = []
     for case, channels in cases.items():
         first, *others = (channels[number] for number in sorted(channels))
         if sorted(channels) != list(range(most)):
-            raise InputError(f"{first['image']}: the case {case} has the channels {sorted(channels)}, others have "
-                             f"{most}; add what is missing, or remove the case from the data set.")
+            names = ", ".join(channels[number]["image"].name for number in sorted(channels))
+            raise InputError(f"{first['image']}: the case {case} has {len(channels)} of {most} channels ({names}); "
+                             "add what is missing, or remove the case from the data set.")
         maps = {kind: next((item[kind] for item in channels.values() if item[kind]), None)
                 for kind in ("label", "mask")}
         grouped.append({**first, **maps, "id": case, "channels": [item["image"] for item in others]})
     return grouped
+
+
+def group_contrasts(items, channels):
+    """Items with the contrasts of each case as its channels, in alphabetical order: case_7_flair and case_7_t1.
+
+    Unchanged unless the names of all items end with one of as many contrasts as there are channels, and each with
+    another one of its case. Raises InputError as `group_channels`.
+    """
+    names = [PROCESSED.sub("", item["id"]) for item in items]
+    ends = [CONTRAST.search(name) for name in names]
+    contrasts = sorted({end[1].lower() for end in ends if end})
+    if not all(ends) or len(contrasts) != channels:
+        return items
+    found = [(name[:end.start()], contrasts.index(end[1].lower())) for name, end in zip(names, ends)]
+    return items if len(set(found)) < len(found) else group_channels(items, found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -454,20 +478,22 @@ def list_file(root):
 
 
 def _read_items(root, channels):
-    """The items of a list, folder or pattern, and the segmentations in it that belong to none of them."""
+    """The items of a list, folder or pattern; the segmentations in it that belong to none of them; the volumes that
+    are not read because it has NIfTI files."""
     if root.is_dir():
         if path := list_file(root):
-            return _from_json(path), []
+            return _from_json(path), [], []
         inner = [root / "imagesTr"] if (root / "imagesTr").is_dir() else []
         if not inner and Listings().label_folders(root):
             inner = [root / name for name in sorted(os.listdir(root)) if name.lower() in IMAGE_FOLDERS]
-        return _from_paths(root, _volumes_under(inner[0] if inner else root), channels)
+        paths, passed = _volumes_under(inner[0] if inner else root)
+        return *_from_paths(root, paths, channels), passed
     if not root.exists():  # a pattern
         paths = [Path(path) for path in sorted(glob.glob(str(root), recursive=True)) if ends_in(path, SUFFIXES)]
-        return _from_paths(_above_pattern(root), [path for path in paths if path.is_file()], channels)
+        return *_from_paths(_above_pattern(root), [path for path in paths if path.is_file()], channels), []
     if root.suffix.lower() not in (".json", ".csv"):
         raise InputError(f"{root}: a file, not a data folder, .json or .csv list; give the folder that holds it.")
-    return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root), []
+    return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root), [], []
 
 
 def _from_json(path):
@@ -693,7 +719,8 @@ def set_apart(items, base=None):
 
 
 def _volumes_under(base):
-    """Paths of the NIfTI files anywhere in a folder, or, without any, of volumes in other formats.
+    """Paths of the NIfTI files anywhere in a folder, or, without any, of volumes in other formats; and of the volumes
+    passed over: those that no NIfTI file is named after, and series of slices if they outnumber the NIfTI files.
 
     A folder of DICOM slices is one volume. Folders of results, see OWN_RESULTS, are skipped. Linked folders come last,
     so that a folder inside `base` keeps its own name. Raises InputError for broken links.
@@ -731,7 +758,23 @@ def _volumes_under(base):
                          f"links in {base}); fetch the content, for example with `datalad get` or `git annex get`, "
                          "or remove the links.")
     nifti = [path for path in paths if ends_in(path, NIFTI)]
-    return paths if all(map(is_named_segmentation, nifti)) else nifti
+    if all(map(is_named_segmentation, nifti)):
+        return paths, []
+    names, others = set(map(_stem, nifti)), [path for path in paths if not ends_in(path, NIFTI)]
+    series = [path for path in others if path.is_dir()]  # most are the sources of the NIfTI files
+    passed = [path for path in others if path.is_file() and _stem(path) not in names
+              and not is_named_segmentation(path)]
+    return nifti, passed + series if len(series) > len(nifti) else passed
+
+
+def _derived_segmentation(root):
+    """A segmentation in the BIDS folder of results, or None."""
+    for folder, inner, names in os.walk(root / "derivatives"):
+        inner.sort()
+        for name in sorted(names):
+            if ends_in(name, NIFTI) and is_named_segmentation(name) and "probseg" not in name and name[0] != ".":
+                return Path(folder, name)
+    return None
 
 
 def names_apart(names, paths, base=None):
@@ -816,8 +859,10 @@ def _sibling(root, image, kind, listings, channels):
         return None
     sibling = _of_same_name(folder, image, listings, channels)
     if sibling is None and kind == "labelsTr":
+        of_case = channels == 1 and _of_same_name(folder, image, listings, channels=2)
+        several = f", or set data.channels if {of_case.name} belongs to several channels" if of_case else ""
         raise InputError(f"{folder / image.name}: the label of {image} is missing; restore it or list the volumes in "
-                         f"{root / 'dataset.json'} without this label.")
+                         f"{root / 'dataset.json'} without this label{several}.")
     return sibling
 
 

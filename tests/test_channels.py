@@ -122,6 +122,23 @@ def test_volumes_with_all_channels_may_be_numbered(tmp_path, numbers):
         assert on_grid(item, config(data__channels=2))["image"].shape == (2, 16, 16, 16)
 
 
+@pytest.mark.parametrize("names", [
+    [f"{case}/{case}-{name}.nii.gz" for case in ("case-1", "case-2") for name in ("t2f", "t1n", "t1c")],
+    [f"{case}/{name}.nii.gz" for case in ("case-1", "case-2") for name in ("T2W", "FLAIR", "T1")],
+    [f"{name}/{case}_{name}_brain.nii.gz" for case in ("case-1", "case-2") for name in ("FLAIR", "T1", "T2")]])
+def test_the_contrasts_of_a_case_are_its_channels(tmp_path, names):
+    paths = files(tmp_path, names)
+    items = read_datalist(tmp_path, channels=3)
+    first, second = ([path for path in sorted(paths, key=lambda path: path.name) if case in str(path)]
+                     for case in ("case-1", "case-2"))
+    assert [[item["image"], *item["channels"]] for item in items] == [first, second]
+    assert [(item["id"], item["subject"]) for item in items] == [("case-1", "case-1"), ("case-2", "case-2")]
+    assert len(read_datalist(tmp_path)) == 6  # each a volume
+    files(tmp_path, [names[0].replace("case-1", "case-3")])
+    with pytest.raises(InputError, match="the case case-3 has 1 of 3 channels"):
+        read_datalist(tmp_path, channels=3)
+
+
 @pytest.mark.parametrize("make, channels, words", [
     (lambda f: {"training": [{"image": ["a.nii", "b.nii"]}]}, 1, ["a.nii has 2 channels", "data.channels is 1"]),
     (lambda f: {"training": [{"image": ["a.nii", "b.nii"]}]}, 3, ["a.nii has 2 channels", "data.channels is 3"]),
@@ -129,7 +146,7 @@ def test_volumes_with_all_channels_may_be_numbered(tmp_path, numbers):
     (lambda f: {"training": [{"image": ["a.nii", 3]}]}, 2, ["has no image path"]),
     (lambda f: {"training": [{"image": ["a.nii"] * 6}]}, 5, ["6 channels", "at most 5"]),
     (lambda f: {"training": ["c_0000.nii", "c_0001.nii", "d_0000.nii"]}, 2,
-     ["the case d has the channels [0], others have 2", "remove the case from the data set"])])
+     ["the case d has 1 of 2 channels (d_0000.nii)", "remove the case from the data set"])])
 def test_lists_that_do_not_fit_are_one_sentence(tmp_path, make, channels, words):
     files(tmp_path, ["a.nii", "b.nii", "c_0000.nii", "c_0001.nii", "d_0000.nii"])
     (tmp_path / "dataset.json").write_text(json.dumps(make(tmp_path)))

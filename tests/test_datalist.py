@@ -696,6 +696,28 @@ def test_segmentations_of_no_image_are_told_and_are_no_images(tmp_path, capsys, 
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize("names, told", [
+    ("a.nii.gz b.mha c.mha c_seg.mha", "only its NIfTI files are read, not 2 further volumes there, such as .*b.mha"),
+    ("a.nii.gz s1/1.dcm s1/2.dcm s2/1.dcm s2/2.dcm", "not 2 further volumes there, such as .*s1:"),
+    ("a.nii.gz a.mgz a_seg.nrrd s1/1.dcm s1/2.dcm", ""), ("b.mha c.mha", "")])
+def test_volumes_of_other_formats_beside_nifti_files_are_told(tmp_path, capsys, names, told):
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(128) + b"DICM" * name.endswith("dcm"))
+    list_volumes(tmp_path)
+    said = capsys.readouterr().err
+    assert re.search(told + ".*list all volumes in a .csv", said) if told else not said
+
+
+def test_segmentations_in_derivatives_are_told(tmp_path, capsys):
+    make(tmp_path, "sub-1/sub-1_T1w.nii.gz derivatives/fs/sub-1/sub-1_probseg.nii.gz derivatives/fs/sub-1/a_T1w.nii.gz")
+    list_volumes(tmp_path)
+    assert not capsys.readouterr().err
+    make(tmp_path, "derivatives/labels/sub-1/sub-1_T1w_dseg.nii.gz")
+    list_volumes(tmp_path)
+    assert re.search("1 of 1 volumes have no label, .* such as .*sub-1_T1w_dseg.nii.gz: ", capsys.readouterr().err)
+
+
 def test_a_label_that_images_share_belongs_to_those_of_its_shape(tmp_path):
     """A FLAIR of thick slices beside a T1 and its label was refused for the label's grid."""
     make(tmp_path / "one", "sub-1_T1w.nii.gz sub-1_dseg.nii.gz p2_t1.nii.gz p2_adc.nii.gz p2_seg.nii.gz")

@@ -196,7 +196,7 @@ def test_the_same_command_goes_on_and_other_files_are_converted(tmp_path, capsys
 
 @pytest.mark.parametrize("name, spoil, sentence", [
     ("Brains", None, "nnU-Net needs three digits in the name"),
-    (NAME, "imagesTr/b_001_0001.nii.gz", "the case b_001 has the channels [0], others have 2"),
+    (NAME, "imagesTr/b_001_0001.nii.gz", "the case b_001 has 1 of 2 channels (b_001_0000."),
     (NAME, "labelsTr/b_002.nii.gz", "has no label"), (NAME, "grid", "the channel is on another grid than"),
     (NAME, "name", "a copy would get the name of the volume b_001_draw00; rename the volume")])
 def test_what_nnunet_would_refuse_is_refused_before_anything_is_drawn(tmp_path, capsys, name, spoil, sentence):
