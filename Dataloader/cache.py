@@ -75,6 +75,14 @@ def encode(image, dtype):
     return np.rint(image * 255).astype(np.uint8) if dtype == "uint8" else image.astype(dtype)
 
 
+@functools.cache
+def code_mark():
+    """SHA-256 of the code that brings a volume onto the training grid, without comments: researchers edit it."""
+    texts = [Path(__file__).with_name(name).read_text("utf-8") for name in ("prepare.py", "grids.py")]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    return hashlib.sha256("\n".join(line for line in lines if line and line[0] != "#").encode()).hexdigest()
+
+
 def list_mark(root):
     """(Path, SHA-256) of the list that data.root names or contains; (None, "") if there is none that can be read."""
     try:
@@ -187,7 +195,7 @@ def write_group(folder, number, items, cfg, done=lambda: None):
         name, buffer = f"{kind}s_{number:05d}.npy", io.BytesIO()
         np.save(buffer, stack)
         files[name] = write_bytes(folder, name, buffer.getbuffer())
-    record = {"settings": settings(cfg), "volumes": volumes, "refused": refused, "files": files}
+    record = {"settings": settings(cfg), "code": code_mark(), "volumes": volumes, "refused": refused, "files": files}
     write_json(folder, f"volumes_{number:05d}.json", record)
     return record
 

@@ -282,6 +282,22 @@ def test_a_second_run_finds_all_there(made, place, capsys):
     assert contents(place) == contents(made / "cache")
 
 
+def test_an_edit_of_the_preparing_code_is_told(made, place, tmp_path, monkeypatch, capsys):
+    shutil.copytree(ROOT / "Dataloader", tmp_path / "Dataloader", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(cache, "__file__", tmp_path / "Dataloader/cache.py")
+    told = []
+    try:
+        for text in ("# a remark\n", "LEAST = 3\n"):
+            with open(tmp_path / "Dataloader/prepare.py", "a") as file:
+                file.write(text)
+            cache.code_mark.cache_clear()
+            assert run_here(made, place) == DONE
+            told.append(f"{COUNT} of these were prepared before Dataloader/prepare.py" in capsys.readouterr().err)
+    finally:
+        cache.code_mark.cache_clear()
+    assert told == [False, True]
+
+
 def test_export_writes_nifti_on_the_grid_and_on_the_grid_of_the_file(made, tmp_path, capsys):
     assert run_here(made, made / "cache", "--export", "v_00007", tmp_path / "out") == DONE
     assert capsys.readouterr().out.count("wrote") == 4
