@@ -135,8 +135,8 @@ def parse_arguments(argv=None):
                         "one thread (%(default)s)")
     parser.add_argument("--config", help="with --model none: config with the diffusion.*, copies.* and data.* keys "
                         f"(default: Config/{DEFAULTS.name})")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override one key, e.g. --set diffusion.v_scale=6e-5; may be repeated")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override keys, e.g. --set diffusion.v_scale=6e-5 data.window='[-100, 300]'")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, xpu or auto, for the network (%(default)s)")
     return parse_options(parser, argv)
 

@@ -100,9 +100,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--out", metavar="FOLDER", help="where the files go (default: a folder named hub "
                         "in the run's folder, or beside a checkpoint without a run)")
     parser.add_argument("--licence", metavar="TEXT", help="licence of the weights, for the card")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="set a key "
-                        "of the config that is stored in the file, such as one of refine.* that was tuned after "
-                        "training; may be repeated")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="set keys of the config that is stored in the file, such as one of refine.* that was "
+                        "tuned after training")
     return parse_options(parser, argv)
 
 

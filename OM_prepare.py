@@ -43,8 +43,8 @@ def parse_arguments(argv=None):
                                                  "interruption, or after adding volumes.")
     parser.add_argument("--config", required=True, help="config file, e.g. Config/config_om.yaml; one that begins with "
                         "base: lists only what differs")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override one key, e.g. --set data.root=/data/brains; may be repeated")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override keys, e.g. --set data.root=/data/brains model.dims=2")
     parser.add_argument("--workers", type=int, default=CORES, metavar="N",
                         help="number of processes that read and resample (default: the cores of this machine, "
                         "%(default)s)")

@@ -96,7 +96,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
     parser.add_argument("--config", help="config file with refine.* and data.*, without a model "
                         "(Config/config_om.yaml)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
+                        help="override config keys")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the results go")
     args = parse_options(parser, argv)
     args.given = [name for name, value in vars(args).items() if value != parser.get_default(name)]

@@ -86,8 +86,8 @@ def parse_arguments(argv=None):
                                      "again to continue an interrupted run.")
     parser.add_argument("--config", required=True, help="config file, e.g. Config/config_om.yaml; one that begins with "
                         "base: lists only what differs")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override one key, e.g. --set data.root=/data/brains; may be repeated")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override keys, e.g. --set data.root=/data/brains model.dims=2")
     parser.add_argument("--fresh", action="store_true", help="start over in a new folder beside the old one")
     parser.add_argument("--init-from", metavar="F", help="start a new run from the weights of a checkpoint, a "
                         ".safetensors file, a run's folder, hf:OWNER/NAME of a model hub, or universal, the network "

@@ -141,8 +141,8 @@ def write_report(cases, found, model, seconds):
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Make synthetic data, train, register held-out pairs, write a report.")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override a key of Config/config_demo.yaml; may be repeated")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override keys of Config/config_demo.yaml")
     return parse_options(parser, argv)
 
 

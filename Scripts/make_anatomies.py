@@ -47,8 +47,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes with one thread each "
                         "(%(default)s)")
     parser.add_argument("--config", default=CONFIG, help=f"whose model.dims and diffusion.* are taken ({CONFIG.name})")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override a key of it; may be repeated")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override keys of it")
     return parse_options(parser, argv)
 
 

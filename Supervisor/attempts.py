@@ -254,7 +254,7 @@ def config_of(argv):
     """The config of a training, flat. argv: its arguments, and maybe others. Raises InputError for a bad one."""
     parser = argparse.ArgumentParser(prog="attempts")
     parser.add_argument("--config", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], dest="overrides")
     args = parser.parse_known_args(argv)[0]
     patiently(lambda: is_there(args.config) and Path(args.config).read_bytes(), PATIENCE_S, args.config)
     return load_config(args.config, args.overrides)

@@ -6,6 +6,8 @@ import re
 import pytest
 import yaml
 
+import OM_prepare
+import OM_train_3modes
 from Dataloader.sampler import steps_left
 from OM_train_3modes import MODES
 from Runtime.config import KEYS, flatten, load_config, modes_of, save_config
@@ -136,6 +138,12 @@ def test_every_key_is_explained_with_default_unit_and_allowed_values():
 def test_overrides_are_converted(override, value):
     found = load_config(OM, [override])[override.partition("=")[0]]
     assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("program", [OM_prepare, OM_train_3modes], ids=lambda module: module.__name__)
+def test_an_option_takes_several_overrides(program):
+    args = program.parse_arguments(["--config", "x", "--set", "model.dims=2", "optim.lr=1e-5", "--set", "run.seed=7"])
+    assert args.overrides == ["model.dims=2", "optim.lr=1e-5", "run.seed=7"]
 
 
 @pytest.mark.parametrize("override, words", [

@@ -37,7 +37,7 @@ def parse_arguments(argv=None):
     side.add_argument("--task", action="store_true", help="run the checks of one rank, print findings as JSON lines")
     side.add_argument("--collect", action="store_true", help="read the findings of all ranks, judge them")
     parser.add_argument("--config", required=True)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides")
     parser.add_argument("--may-repeat", action="store_true", help="exit with 76 if a second check may pass")
     parser.add_argument("--allow-tmp", action="store_true", help="run.models and run.logs may be under /tmp")
     return parser.parse_known_args(argv)[0]
