@@ -13,6 +13,7 @@ import Runtime.unix  # noqa: F401  first: an outdated Python, or Windows, stops 
 import argparse
 import contextlib
 import importlib.util
+import inspect
 import json
 import re
 import sys
@@ -169,12 +170,12 @@ def architecture(net, cfg):
     spacing = f"{cfg['data.spacing_mm']:g} mm" if cfg["data.spacing_mm"] else "as large as the field of view needs"
     range_of = (f"the values {cfg['data.window']}" if any(cfg["data.window"]) else
                 f"the percentiles {cfg['data.percentiles']}")
-    stride = cfg["model.field_stride"]
-    levels = [("Channels of the levels", cfg["model.channels"]),
-              ("Attention at the bottom", f"{cfg['model.attention_depth']} layers, width "
-                                          f"{cfg['model.attention_width']}, {cfg['model.attention_heads']} heads")]
-    if cfg["model.name"] == "recresacnet":  # its architecture has no settings
-        levels, stride = [], 1
+    named = inspect.signature(type(net)).parameters  # other networks have other settings, see network_arguments
+    stride = cfg["model.field_stride"] if "field_stride" in named else 1
+    levels = [("Channels of the levels", cfg["model.channels"])] if "channels" in named else []
+    if "attention_width" in named:
+        levels += [("Attention at the bottom", f"{cfg['model.attention_depth']} layers, width "
+                                               f"{cfg['model.attention_width']}, {cfg['model.attention_heads']} heads")]
     return markdown_table(["", ""], [
         ("Network", f"`{cfg['model.name']}`, {cfg['model.dims']}D, {parameters:,} parameters"),
         ("Channels of a volume", cfg["data.channels"]),
