@@ -39,11 +39,13 @@ IMAGE_WORD = re.compile(r"^(?:image|img|volume|vol|scan)[_-]?(?=[0-9]+$)|[_-](?:
 ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
 GRID = re.compile(r"_((?:space|res)-[A-Za-z0-9]+)")  # of them, those that must be the same
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
-# The end of a name may tell the scans of one subject apart: by their contrast, or by a time with its number.
+# The end of a name may tell the scans of one subject apart: by their contrast, a time or a side.
 CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2[wf]?|FLAIR|PDw?|STIR|MPRAGE|SWI|DWI|HBV|ADC|DTI|ASL|LGE|CTA?|"
                       r"CBCT|MRA|MRI?|PE?T)$", re.I)
 TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|tp|MR)[_-]?[0-9]+|BL|FU|"
-                  r"(?:19|20)[0-9]{6})$|(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$", re.I)
+                  r"baseline|follow-?up|(?:pre|post)(?:-?op|-?contrast)?|before|after|[ie]BHCT|(?:insp|exp)(?:iration)?|"
+                  r"inhale|exhale|E[DS]|left|right|[LR]|[lr]h|(?:19|20)[0-9]{6})$|"
+                  r"(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$", re.I)
 # So may what was done to a scan: case_7 and case_7_brain are one subject.
 PROCESSED = re.compile(r"(?:[_-](?:brain|bet|ss|(?:skull_?)?strip(?:ped|ping)?|defaced|n4|"
                        r"bias_?corr(?:ected)?|corrected|restored?|norm(?:ali[sz]ed)?|reg(?:istered)?|resampled|"
@@ -197,7 +199,7 @@ def name_subjects(root, items, pattern=""):
     The first of these that applies: the subject in the list; the group of the regular expression `pattern`, which must
     match in every image path below the data folder; sub-XX at the start of a BIDS name; X_0001 if all names of the data
     set end like X_0001_0000 and X_0001_0001; the folder of at most MOST_SCANS volumes, if its name has a number, is
-    found in their ids and is no GROUP; the id without contrasts, numbered times and PROCESSED at its end (case_7 of
+    found in their ids and is no GROUP; the id without contrast, TIME and PROCESSED at its end (case_7 of
     case_7_t1, case_7_flair, case_7_frame01 and case_7_t1_brain).
     Items without a modality get that of their name, see `read_datalist`.
     root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" if the list names none.
@@ -245,7 +247,7 @@ def _below(base, path):
 
 
 def _without_scan(name):
-    """A name without what was done to the scan, contrasts and numbered times at its end; "" if nothing else is left."""
+    """A name without what was done to the scan, contrast and TIME at its end; "" if nothing else is left."""
     while (end := PROCESSED.search(name) or CONTRAST.search(name) or TIME.search(name)):
         name = name[:end.start()]
     return name

@@ -266,7 +266,9 @@ def test_explicit_subject_and_modality_win(tmp_path):
     ("nnunet_3_0001", "nnunet_3"), ("subject_0000", "subject_0000"), ("subject_0012", "subject_0012"),
     ("t2_003", "t2_003"), ("a_1_22", "a_1_22"), ("a_1_22222", "a_1_22222"), ("in_vivo_1", "in_vivo_1"),
     ("sub-01", "sub-01"), ("sub-OAS3_ses-1_T1w", "sub-OAS3"), ("sub-01-T1w", "sub-01"), ("sub_01", "sub_01"),
-    ("x_sub-01_T1w", "x_sub-01"), ("sub-", "sub-"), ("p01_tp2_T1w", "p01"), ("anna_T1w", "anna")])
+    ("x_sub-01_T1w", "x_sub-01"), ("sub-", "sub-"), ("p01_tp2_T1w", "p01"), ("anna_T1w", "anna"),
+    ("copd1_iBHCT", "copd1"), ("case_07_exp", "case_07"), ("p12_ED", "p12"), ("p12-post-op", "p12"),
+    ("hippo_003_L", "hippo_003"), ("case_2_followup_T1w", "case_2"), ("anna_left", "anna_left")])
 def test_subject_of_a_name(tmp_path, name, subject):
     write(tmp_path / f"{name}.nii.gz")
     modality = "T1w" if name.endswith("T1w") else ""
