@@ -201,6 +201,8 @@ def set_up(cfg, args, ranks, folder):
     labels = agree_on_labels(ranks, dataset.found_labels, cfg) if cfg["loss.dice"] else []
     if cfg["loss.segment"]:  # the checkpoint records what the network segments
         settled["registration.labels"] = ",".join(map(str, labels))
+    elif cfg["model.structures"] and content:  # it still segments what it has learned
+        settled["registration.labels"] = (content["config"] or {}).get("registration.labels", "")
     cfg = cfg | settled  # a new dict: the config as read stays unchanged
     run = training_state.Run(
         cfg=cfg, modes=modes_of(cfg, MODES), terms=TERMS, net=build_network(cfg, place),

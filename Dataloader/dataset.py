@@ -454,6 +454,15 @@ def describe_data(cfg, dataset, held_out):
     return json.dumps({"name": cfg["data.name"], "volumes": rows})
 
 
+def with_gone(before, now):
+    """The data of a run that continues, with the volumes that it was trained on before and no longer has: these may
+    not be held out later. before, now: from `describe_data`, or this function."""
+    rows, kept = rows_of(now), by_id(now)
+    gone = [[row["id"], row["subject"], "gone", row["bytes"]] for identity, row in by_id(before).items()
+            if row["split"] in ("train", "gone") and identity not in kept]
+    return json.dumps({**json.loads(now), "volumes": rows + gone})
+
+
 def as_csv(described):
     """The volumes of `describe_data` as a CSV table for people."""
     return csv_text([COLUMNS, *rows_of(described)])
@@ -501,20 +510,21 @@ def agree_on_labels(ranks, own, cfg):
 def compare_data(before, now, path):
     """Check that a run may continue with the data it has now.
 
-    before, now: from `describe_data`. path: of the checkpoint.
+    before: from `describe_data` or `with_gone`. now: from `describe_data`. path: of the checkpoint.
     Returns: whether the order of the training volumes has changed; sentences about the changes.
     Raises InputError if fewer than half of the volumes have the same id and size (another data set with the same name),
     or if a subject or volume that was trained on is now held out (its scores would be too good).
     """
     name = json.loads(before)["name"]
-    old, new = by_id(before), by_id(now)
+    known, new = by_id(before), by_id(now)
+    old = {identity: row for identity, row in known.items() if row["split"] != "gone"}
     same = [identity for identity in old if identity in new and old[identity]["bytes"] == new[identity]["bytes"]]
     if 2 * len(same) < len(old):
         raise InputError(f"{path} was trained on different data with the same name {name}: of its {len(old)} "
                          f"volumes, {len(same)} are among the {len(new)} of this data set; give this data set its "
                          "own data.name, or start a new run with --fresh.")
-    trained, held_out = ([row for row in rows.values() if row["split"] == split]
-                         for rows, split in ((old, "train"), (new, "val")))
+    trained, held_out = ([row for row in rows.values() if row["split"] in splits]
+                         for rows, splits in ((known, ("train", "gone")), (new, ("val",))))
     # By subjects, else by volumes: they may have other subjects now.
     moved = sorted({row["subject"] for row in held_out} & {row["subject"] for row in trained}
                    or {row["id"] for row in held_out} & {row["id"] for row in trained})

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from Dataloader.cache import some
-from Dataloader.dataset import VolumeDataset, as_csv, compare_data
+from Dataloader.dataset import VolumeDataset, as_csv, compare_data, with_gone
 from Dataloader.sampler import steps_left
 from Diffusion.diffuser import DeformDDPM
 from Diffusion.optim import GradientSums, compare_moments, gather, gather_state, replicated, whole
@@ -154,6 +154,7 @@ def restore(run, content, path, continues):
         try:
             run.progress = from_saved(content)
             reordered, of_data = compare_data(content["data"], run.data, path)
+            run.data = with_gone(content["data"], run.data)
         except KeyError as missing:
             raise InputError(f"{path} has no {missing.args[0]}, because an older version wrote it; start a new run "
                              f"with --fresh --init-from {path}.") from None

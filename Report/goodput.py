@@ -51,7 +51,7 @@ def costs_of(attempts, steps):
         verdict = end["verdict"] if end else {"dead": False, "cause": "running"}
         waits_for_person = bool(end) and is_refused_start(end)
         began = begun["time"] if end_before is None else end_before
-        detection = float(ended - last_sign) if verdict["dead"] and len(rows) else 0.0
+        detection = max(float(ended - last_sign), 0.0) if verdict["dead"] and len(rows) else 0.0
         restart = 0.0 if waits_for_person else float(max(ended - began - sum(spent.values()) - detection, 0.0))
         costs.append({"attempt": begun["attempt"], "begin": begun, "end": end, "began": began, "ended": float(ended),
                       "began_after": cause, "cause": verdict["cause"], "spent": spent, "restart": restart,

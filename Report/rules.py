@@ -77,6 +77,12 @@ def own_seconds(found):
     return paces
 
 
+def newest_ranks(found):
+    """{rank: its "pace" lines} of the ranks that the newest attempt with such lines has: others may be gone."""
+    last = max((line["attempt"] for lines in found["pace"].values() for line in lines[-1:]), default=0)
+    return {rank: lines for rank, lines in sorted(found["pace"].items()) if lines and lines[-1]["attempt"] == last}
+
+
 def own_of(line):
     """Seconds per step of a rank's own work, by phase. line: of an event "pace"."""
     return {name: line["spent"].get(name, 0.0) / line["steps"] for name in OWN}
@@ -229,6 +235,6 @@ def size_text(size):
 
 
 def last_step(found):
-    """The last step that a rank has logged."""
-    steps = found["steps"]["step"]
+    """The last step that is in the result."""
+    steps = found["once"]["step"]
     return int(steps[-1]) if len(steps) else 0

@@ -21,7 +21,7 @@ from Report import run_charts
 from Report.charts import grid, number, spark
 from Report.goodput import add_up, causes_table, goodput, is_refused_start, kinds_table, tables
 from Report.page import cards_html, findings_html, table_html, text_table, write_page
-from Report.rules import find_all, host_of, own_seconds, size_text
+from Report.rules import find_all, host_of, newest_ranks, own_seconds, size_text
 from Report.run_logs import read_json, read_run, tail_of
 from Runtime.errors import DONE, parse_options, run_program
 
@@ -50,7 +50,7 @@ def state_of(found, now=None):
             return "done", f"Done since {when}: {said}"
         if decision == "stop":
             return "stopped", f"Stopped since {when}: {said}"
-        if found["lock"]:
+        if is_fresh(found):
             return "waiting", f"Between two rounds since {when}: {said}"
         return "waiting", f"Waiting since {when} to be started again with the same command: {said}"
     crumbs = [line for line in found["now"].values() if line["attempt"] == newest["attempt"]]
@@ -64,6 +64,15 @@ def state_of(found, now=None):
         return "silent", (f"Silent since {heard}, beyond its deadline: {where}. Either the run has died, and the same "
                           "command continues it, or this is a copy of its folder.")
     return "running", f"Running: {where}, since {now - behind['time']:.0f} s."
+
+
+def is_fresh(found):
+    """Whether a launcher still holds the lock of the run's folder, which it touches as long as it lives."""
+    try:
+        age_s = time.time() - (found["run"] / "lock.json").stat().st_mtime
+    except OSError:
+        return False
+    return age_s < found["lock"].get("stale_after_s", 0)
 
 
 def moment(stamp):
@@ -87,7 +96,7 @@ def headline(found, findings):
     """The cards at the top of a page: [(label, value, note)]."""
     kinds, _ = add_up(found)
     wall, done = sum(kinds.values()), len(found["once"]["step"])
-    epochs, of = len(found["epochs"]), found["config"].get("run.epochs")
+    epochs, of = epochs_done(found), found["config"].get("run.epochs")
     attempts, ends = found["costs"], [each["end"] for each in found["costs"] if each["end"]]
     refused = sum(map(is_refused_start, ends))
     died = sum(bool(end["verdict"]["dead"]) for end in ends) - refused
@@ -101,6 +110,11 @@ def headline(found, findings):
             ("Findings", len(findings), "see below" if findings else "no problem found")]
 
 
+def epochs_done(found):
+    """Epochs up to the newest one that has ended; one that was left early, for other data, counts too."""
+    return found["epochs"][-1]["epoch"] + 1 if found["epochs"] else 0
+
+
 def time_left(found, kinds):
     """The time until the last epoch is done, in words, from the steps done so far and their wall time.
 
@@ -108,7 +122,7 @@ def time_left(found, kinds):
     None before the first epoch is done and after the last one.
     """
     epochs, of, steps = found["epochs"], found["config"].get("run.epochs"), found["once"]
-    ended = epochs[-1]["epoch"] + 1 if epochs else 0
+    ended = epochs_done(found)
     if not ended or not of or ended >= of:
         return None
     steps_left = (of - ended) * epochs[-1]["steps"] - np.sum(steps["epoch"] == ended)
@@ -207,9 +221,7 @@ def attempts_html(found):
 def ranks_table(found):
     """(header, rows, formats): host, own work per step and memory of each rank, from its last lines."""
     own, rows = own_seconds(found), []
-    for rank, lines in sorted(found["pace"].items()):
-        if not lines:
-            continue
+    for rank, lines in newest_ranks(found).items():
         last = lines[-1]
         work = [sum(row.values()) for row in list(own.get(rank, {}).values())[-5:]]
         memory = [last.get(key) and last[key] / 2 ** 30 for key in ("host_used", "device_reserved", "device_free")]

@@ -3,7 +3,7 @@ import numpy as np
 
 from Report.charts import line_chart, stacked_chart
 from Report.goodput import KINDS, over_time
-from Report.rules import own_of
+from Report.rules import newest_ranks, own_of
 
 SHOWN_RANKS = 8  # each drawn as a curve; of more ranks, only the median and the two farthest from it
 PLANNED = ("first start", "planned restart", "done", "running")  # causes of a restart other than deaths
@@ -27,10 +27,11 @@ def restarts(found):
     """Vertical lines at the first step of each restarted attempt: [(step, "dead" or "planned", text)]."""
     marks, steps = [], found["steps"]
     for before, each in zip(found["costs"], found["costs"][1:]):
-        if not before["end"] or before["cause"] == "done" or not len(each["rows"]):
+        begun = [row for row in each["rows"] if steps["is_step"][row]]  # none if it was refused
+        if not before["end"] or before["cause"] == "done" or not begun:
             continue
         kind = "dead" if before["end"]["verdict"]["dead"] else "planned"
-        marks.append((steps["step"][each["rows"][0]], kind, f"attempt {before['attempt']}: {before['cause']}"))
+        marks.append((steps["step"][begun[0]], kind, f"attempt {before['attempt']}: {before['cause']}"))
     return marks
 
 
@@ -101,7 +102,7 @@ def speed_charts(found):
 def rank_charts(found):
     """Own work and memory of every rank, side by side."""
     own, host, device, reserved = {}, {}, {}, {}
-    for rank, lines in found["pace"].items():
+    for rank, lines in newest_ranks(found).items():
         lines = [line for line in lines if line.get("steps")]
         x = [line["step"] for line in lines]
         own[rank] = (x, [sum(own_of(line).values()) for line in lines])

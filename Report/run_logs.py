@@ -39,7 +39,8 @@ def read_run(run):
       attempts: lines of attempts.jsonl; costs: of `goodput.costs_of`
       steps, once: columns of all rows of rank 0, and of the steps that are in the result, see `as_columns`
       epochs: lines of rank 0, one per epoch even if it ran twice; scores: {val_...: the epochs' lines that have it}
-      pace: {rank: its "pace" lines}; now: {rank: its last breadcrumb}; events: all other lines of all ranks, by time
+      pace: {rank: its "pace" lines that are in the result}; now: {rank: its last breadcrumb}
+      events: all other lines of all ranks, by time
       launches: from `read_launches`; config, modes: those of the newest launch, {} and [] if there was no launch
       losses: names of the losses and their terms, the modes' own losses first
     Raises InputError if this is no run folder.
@@ -49,7 +50,7 @@ def read_run(run):
     if not attempts:
         raise InputError(f"{run}: there is no attempts.jsonl; give the folder of a run, Models/<data>_<net>.")
     columns = {name: array.array("d") for name in (*PLAIN, "is_step")}
-    epochs, events, pace, now, ranks = {}, [], {}, {}, ranks_of(run)
+    epochs, events, pace, now, ranks = [], [], {}, {}, ranks_of(run)
     for rank in ranks:
         tail = None if rank == 0 or len(ranks) <= FEW_RANKS else READ_BYTES // len(ranks)
         pace[rank] = []
@@ -59,13 +60,17 @@ def read_run(run):
                 pace[rank].append(line)
             elif kind == "now":
                 now[rank] = line
-            elif kind == "epoch":
-                epochs[line.get("epoch")] = line
+            elif kind == "epoch" and rank == 0:
+                epochs.append(line)
             elif kind != "step":
                 events.append(line)
             if rank == 0 and kind in ("step", "end"):
                 add_row(columns, line)
-    (steps, once), launches = as_columns(columns), read_launches(run)
+    (steps, once, again), launches = as_columns(columns), read_launches(run)
+    pace = {rank: [line for line in lines if line["step"] < again.get(line["attempt"], math.inf)]
+            for rank, lines in pace.items()}
+    epochs = {line.get("epoch"): line for line in epochs
+              if line.get("step", 0) <= again.get(line["attempt"], math.inf)}  # the steps done at its end
     epochs = [epochs[number] for number in sorted(epochs)]
     scores = sorted({name for line in epochs for name in line if name.startswith("val_")})
     newest = launches[-1] if launches else {"config": {}}
@@ -129,20 +134,25 @@ def add_row(columns, line):
 
 
 def as_columns(columns):
-    """All rows, and the last row of each step, by rising step: ({name: values}, {name: values}).
+    """All rows, and those that are in the result, by rising step: ({name: values}, {name: values}, {attempt: the step
+    from which a later attempt went on}).
 
     columns: from `add_row`. Two are added: "seconds", the sum over all phases of a row, and "replayed", 1 if a later
-    attempt did the step again.
+    attempt went on from this step or an earlier one, so that its work is lost.
     """
     count = len(columns["is_step"])
     rows = {name: np.array([*column, *[NAN] * (count - len(column))]) for name, column in columns.items()}
     spent = [np.nan_to_num(column) for name, column in rows.items() if name.startswith("spent.")]
-    done = np.flatnonzero(rows["is_step"] == 1)[::-1]
-    _, last, which = np.unique(rows["step"][done], return_index=True, return_inverse=True)
-    last = done[last]
-    rows["seconds"], rows["replayed"] = sum(spent, np.zeros(count)), np.zeros(count)
-    rows["replayed"][done] = rows["attempt"][last][which] != rows["attempt"][done]
-    return rows, {name: column[last] for name, column in rows.items()}
+    done, again, least = np.flatnonzero(rows["is_step"] == 1), {}, math.inf
+    for attempt in np.unique(rows["attempt"])[::-1]:
+        again[attempt] = least
+        least = min([least, *rows["step"][done][rows["attempt"][done] == attempt]])
+    rows["seconds"] = sum(spent, np.zeros(count))
+    rows["replayed"] = (rows["is_step"] == 1) & (rows["step"] >= [again[attempt] for attempt in rows["attempt"]])
+    rows["replayed"] = rows["replayed"].astype(float)
+    kept = done[rows["replayed"][done] == 0][::-1]
+    last = kept[np.unique(rows["step"][kept], return_index=True)[1]]
+    return rows, {name: column[last] for name, column in rows.items()}, again
 
 
 def tail_of(columns, count):

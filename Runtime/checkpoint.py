@@ -25,9 +25,9 @@ import torch
 from Runtime import watchdog
 from Runtime.config import MODEL_KEYS
 from Runtime.device import synchronize
-from Runtime.errors import InputError
+from Runtime.errors import InputError, is_out_of_memory
 from Runtime.files import is_passing, listed, partial_path, patiently, replace, sha256, write_file, write_flushed
-from Runtime.manifest import LOST, damage, newest_first, read_manifest, standing
+from Runtime.manifest import LOST, damage, newest_first, read_manifest, standing, wrong_size
 from Runtime.run_lock import assert_held
 
 FORMAT = 1
@@ -74,14 +74,15 @@ def save(run, relative, state, metrics=None, best=None):
         _write_and_read_back(partial, plain)
         entry = _entry(partial, plain, metrics)
         manifest = _manifest(run, _stderr)
-        before = manifest["best"]  # of an older version without "measured_on", which drew other validation pairs
+        before = _standing_best(run, manifest, relative, entry)
+        # One of an older version has no "measured_on", which drew other validation pairs.
         if best and before and all(before.get(key) == best[key] for key in ("metric", "measured_on")):
             best = best if best["value"] > before["value"] else None
         # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
         _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
         replace(partial, target)
         manifest["checkpoints"][relative] = entry
-        _write_manifest(run, manifest | {"best": best or manifest["best"]})
+        _write_manifest(run, manifest | {"best": best or before})
     except (OSError, RuntimeError) as error:
         _raise_write_failure(error, target)
     finally:
@@ -193,7 +194,7 @@ def read(path, map_location="cpu"):
     try:
         return torch.load(path, weights_only=True, map_location=map_location)
     except UNREADABLE as error:
-        if is_passing(error):
+        if is_passing(error) or is_out_of_memory(error):
             raise
         raise InputError(f"{path} {_reason(error)}: restore the file or use another checkpoint.") from error
 
@@ -449,12 +450,24 @@ def _manifest(run, warn):
                 raise InputError(f"CRC of {damaged} differs")
             manifest["checkpoints"][relative] = _entry(run / relative, load(run / relative), None)
         except UNREADABLE as error:
-            if is_passing(error):  # it may be intact, and what the new manifest lacks would never be found again
+            # It may be intact, and what the new manifest lacks would never be found again.
+            if is_passing(error) or is_out_of_memory(error):
                 raise
             warn(f"{run / relative} is skipped: {_reason(error)}")
     if manifest["checkpoints"]:
         _write_manifest(run, manifest)
     return manifest
+
+
+def _standing_best(run, manifest, relative, entry):
+    """The manifest's best, or None if its score belongs to weights that are gone: its file is lost, or it is `relative`
+    and gets the weights of `entry`, since its epoch was trained again."""
+    best = manifest["best"]
+    old = manifest["checkpoints"].get(best["checkpoint"]) if best else None
+    if not old or wrong_size(run / best["checkpoint"], old):
+        return None
+    again = best["checkpoint"] == relative and old["weights_sha256"] != entry["weights_sha256"]
+    return None if again else best
 
 
 def _write_manifest(run, manifest):

@@ -1,7 +1,8 @@
 """How the ranks divide the samples of a step. The first launch of a run fixes the number of samples. Needs no torch.
 
-`<run>/step.json` stores it: {"samples", "pairs", "ranks" (of the launch that fixed them)}. With fewer ranks, each rank
-accumulates more batches. A step then has the same samples and, on CPUs, where sums are exact, the same bits.
+`<run>/step.json` stores it: {"samples", "pairs", "ranks" (of the launch that fixed them), "ratio" (the config's, of
+samples to pairs)}. With fewer ranks, each rank accumulates more batches. A step then has the same samples and, on CPUs,
+where sums are exact, the same bits.
 """
 import dataclasses
 import json
@@ -34,14 +35,18 @@ def new_step(cfg, world_size):
 def known_step(run, cfg):
     """The step that an earlier launch fixed; None if there was none or if data.global_batchsize is set.
 
+    If data.diff_reg_batch_ratio has changed since, it has as many pairs as the new ratio gives.
     run: Path of the run folder. Raises InputError if step.json is damaged.
     """
-    path = run / "step.json"
+    path, ratio = run / "step.json", cfg["data.diff_reg_batch_ratio"]
     if cfg["data.global_batchsize"] or not is_there(path):
         return None
     try:
         content = json.loads(path.read_text())
-        return {name: int(content[name]) for name in ("samples", "pairs", "ranks")}
+        step = {name: int(content[name]) for name in ("samples", "pairs", "ranks")}
+        if content.get("ratio", ratio) != ratio:  # steps of earlier versions have none
+            step["pairs"] = most_pairs(cfg) * max(step["samples"] // cfg["data.batchsize"], 1)
+        return step
     except (ValueError, LookupError, TypeError):
         raise InputError(f"{path} is damaged: set data.global_batchsize to the number of samples per step, or "
                          "remove the file, and the next launch chooses it again.") from None
@@ -52,10 +57,11 @@ def fix_step(run, cfg, world_size):
 
     A step that no launch has taken yet, since the first one was refused or died, binds nobody.
     """
-    step = known_step(run, cfg) if durable_step(run) else None
+    begun = durable_step(run) or any(run.glob("*.pth")) or any(run.glob("tmp/*.pth"))  # the manifest may be lost
+    step = known_step(run, cfg) if begun else None
     if step is None:
         step = new_step(cfg, world_size)
-        write_file(run / "step.json", json.dumps(step) + "\n")
+        write_file(run / "step.json", json.dumps({**step, "ratio": cfg["data.diff_reg_batch_ratio"]}) + "\n")
     return step
 
 

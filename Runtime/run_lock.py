@@ -24,8 +24,8 @@ from Runtime.files import is_alive, is_there, listed, patiently, read_lines, wri
 
 STALE_S = 3600.0  # for tool outputs: a lock of another machine untouched for this long belongs to a dead process
 CLAIM_S = 30.0  # longer than reading and writing a lock ever takes
-MAY_DIFFER = (*PATHS, "data.stage", "data.num_workers", "data.prefetch_factor", "data.in_memory",
-              "registration.labels")  # between launches of one run; the training finds the labels
+MAY_DIFFER = {*PATHS, "data.stage", "data.num_workers", "data.prefetch_factor", "data.in_memory",
+              "registration.labels"}  # between launches of one run; the training finds the labels
 HELD = {}  # {run folder: token} of the locks under which this process works
 
 
@@ -76,7 +76,8 @@ def has_settings(run, cfg):
         trained = load_config(files[-1]) if files else cfg
     except InputError:  # of another version
         return False
-    return all(trained[key] == cfg[key] for key in cfg if not key.startswith("run.") and key not in MAY_DIFFER)
+    counts = {key for key in cfg if key == "run.seed" or not key.startswith("run.")} - MAY_DIFFER
+    return all(trained[key] == cfg[key] for key in counts)
 
 
 def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with --fresh"):

@@ -399,9 +399,15 @@ def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, 
         return *found, capsys.readouterr().err
     whole = {"samples": 8, "pairs": 4, "ranks": 4}
     assert split(1, 2)[0]["samples"] == 4
-    assert split(2, 4) == (whole, 2, 2, "") and json.loads((tmp_path / "step.json").read_text()) == whole
+    assert split(2, 4) == (whole, 2, 2, "")
+    assert json.loads((tmp_path / "step.json").read_text()) == {**whole, "ratio": 2.0}
     durable(tmp_path, 4)  # from now on it is fixed: it has been taken
     assert split(1, 4) == (whole, 1, 2, "2 of 4 ranks (1 x 2) do the whole step of 8 samples, 2 batches each\n")
+    assert split(2, 4, data__diff_reg_batch_ratio=1)[0] == {**whole, "pairs": 8}
+    (tmp_path / "000001_demo_om_net.pth").touch()
+    (tmp_path / "manifest.json").rename(tmp_path / "lost")
+    assert split(1, 2)[0] == whole, "a lost manifest does not undo it"
+    (tmp_path / "lost").rename(tmp_path / "manifest.json")
     step, *used, said = split(3, 8)  # three of four nodes: six ranks cannot share four batches
     assert (step, used) == (whole, [2, 2]) and "2 more could not share it evenly and stay idle" in said
     with pytest.raises(InputError, match="of 8 samples, which the run's first launch with 4 ranks fixed, is not"):

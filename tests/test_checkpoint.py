@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from Runtime import checkpoint
-from Runtime.errors import InputError
+from Runtime.errors import InputError, is_out_of_memory
 from Runtime.files import remove_leftovers
 from Runtime.manifest import durable_step
 from Runtime.run_lock import hold, lock, run_folder
@@ -517,6 +517,36 @@ def test_the_best_is_the_highest_of_its_metric_and_a_new_metric_or_other_volumes
         found.append(json.loads((run / "manifest.json").read_text())["best"])
     assert [entry["checkpoint"] for entry in found] == [name(number) for number in (1, 2, 2, 2, 5, 6, 6)]
     assert [entry["value"] for entry in found] == [0.5, 0.7, 0.7, 0.7, 0.1, 0.05, 0.05]
+
+
+def test_the_best_of_weights_that_are_gone_counts_no_more(run):
+    """An epoch that is trained again after its file was lost, or with a lower learning rate, may be worse."""
+    for epoch, score in ((1, 0.5), (2, 0.8)):
+        save_epochs(run, epoch, best=("dice", score, "x"))
+    checkpoint.save(run, name(2), small_state(7, 50) | {"epoch": 2}, best=("dice", 0.6, "x"))
+    best = json.loads((run / "manifest.json").read_text())["best"]
+    assert (best["checkpoint"], best["value"]) == (name(2), 0.6)
+    checkpoint.save(run, name(2), small_state(7, 50) | {"epoch": 2}, best=("dice", 0.1, "x"))
+    assert json.loads((run / "manifest.json").read_text())["best"] == best, "the same weights keep their score"
+    (run / name(2)).unlink()
+    save_epochs(run, 3, best=("dice", 0.55, "x"))
+    assert json.loads((run / "manifest.json").read_text())["best"]["checkpoint"] == name(3)
+
+
+def read_without_memory(run):
+    """Read a checkpoint of 160 MB with 100 MB left."""
+    checkpoint.save(run, name(1), small_state(1, 40 * 2 ** 20))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2 ** 20,) * 2)
+    try:
+        checkpoint.read(run / name(1))
+    except Exception as error:
+        print(type(error).__name__, is_out_of_memory(error), flush=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_machine_without_memory_is_no_damaged_file(run):
+    assert ended(*child(read_without_memory, run)) == "RuntimeError True\n"
 
 
 def test_the_best_of_an_older_manifest_was_measured_on_other_pairs(run):

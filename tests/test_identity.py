@@ -7,7 +7,14 @@ import torch
 
 import OM_train_3modes as om
 from Dataloader.datalist import subject_key
-from Dataloader.dataset import as_csv, compare_data, describe_data, read_datasets, require_same_everywhere
+from Dataloader.dataset import (
+    as_csv,
+    compare_data,
+    describe_data,
+    read_datasets,
+    require_same_everywhere,
+    with_gone,
+)
 from Dataloader.synthetic import write_dataset
 from Runtime import checkpoint, launch
 from Runtime.errors import InputError
@@ -67,6 +74,16 @@ def test_whoever_was_trained_on_is_not_held_out_later():
         compare_data(data_of(SOME), data_of([*SOME[:1], *SOME[3:]], SOME[1:3]), "F")
     with pytest.raises(InputError, match="F was trained on p1, which would now"):  # another scan of the same subject
         compare_data(data_of(SOME), data_of(SOME[2:], [("p1_2", 5)]), "F")
+
+
+def test_nor_is_one_that_left_the_training_in_between():
+    seen = with_gone(data_of(SOME), data_of(SOME[1:]))
+    seen = with_gone(seen, data_of(SOME[1:], [("q_1", 7)]))
+    assert compare_data(seen, data_of(SOME[1:]), "F") == (False, ["volumes gone: 1 (q_1)"])
+    with pytest.raises(InputError, match="F was trained on p0, which would now be held out for validation"):
+        compare_data(seen, data_of(SOME[1:], SOME[:1]), "F")
+    assert compare_data(seen, data_of(SOME), "F") == (True, ["volumes added: 1 (p0_1)", "volumes gone: 1 (q_1)"])
+    assert with_gone(seen, data_of(SOME)) == data_of(SOME)
 
 
 def test_nor_is_a_volume_that_has_another_subject_by_then():

@@ -205,8 +205,10 @@ def test_the_state_is_one_sentence(tmp_path):
     assert word == "silent" and "the same command continues it, or this is a copy" in sentence
     end_of(run)
     assert state_of(read_run(run))[0] == "waiting" and "to be started again" in state_of(read_run(run))[1]
-    (run / "lock.json").write_text('{"token": "x"}')
+    (run / "lock.json").write_text('{"token": "x", "stale_after_s": 60}')
     assert "Between two rounds since" in state_of(read_run(run))[1]
+    os.utime(run / "lock.json", (time.time() - 61,) * 2)
+    assert "to be started again" in state_of(read_run(run))[1], "the launcher has died"
     end_of(run, decision="stop", sentence="Stopped: the same end 3 times.")
     word, sentence = state_of(read_run(run))
     assert word == "stopped" and sentence.endswith(": Stopped: the same end 3 times.")

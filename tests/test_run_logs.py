@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from Report.goodput import add_up
+from Report.rules import last_step
+from Report.run_charts import restarts
 from Report.run_logs import read_run
 
 
@@ -42,6 +44,32 @@ def test_a_step_that_was_done_again_counts_once(tmp_path):
     once = found["once"]
     assert len(found["steps"]["step"]) == 5
     assert once["step"].tolist() == [0, 1, 2] and once["attempt"].tolist() == [0, 1, 1] and once["lr"][1] == 0.5
+
+
+def test_what_lies_beyond_the_step_that_a_later_attempt_began_from_is_lost(tmp_path):
+    """Also before it is done again, or if the run stops there."""
+    begin(tmp_path)
+    begin(tmp_path, 1, 1100.0)
+    begin(tmp_path, 2, 1200.0)  # refused: it has no step
+    for attempt, at in enumerate((1010.0, 1112.0)):
+        write_lines(tmp_path / "attempts.jsonl", {"event": "end", "attempt": attempt, "time": at, "cause": "killed",
+                                                  "verdict": {"dead": True, "cause": "killed", "phase": "forward"}})
+
+    def epoch(number, attempt):
+        return {"event": "epoch", "attempt": attempt, "rank": 0, "step": 2 * (number + 1), "epoch": number}
+
+    def pace(last, attempt):
+        return {"event": "pace", "attempt": attempt, "rank": 0, "step": last, "steps": 2}
+
+    write_lines(tmp_path / "rank0.jsonl", *map(step, range(6)), *(epoch(number, 0) for number in range(3)),
+                *(pace(last, 0) for last in (1, 3, 5)), step(2, 1, 1111.0), pace(2, 1),
+                {"event": "end", "attempt": 2, "rank": 0, "step": 0, "time": 1201.0, "spent": {"start": 1.0}})
+    found = read_run(tmp_path)
+    assert found["once"]["step"].tolist() == [0, 1, 2] and found["once"]["attempt"].tolist() == [0, 0, 1]
+    assert [line["epoch"] for line in found["epochs"]] == [0] and last_step(found) == 2
+    assert [line["step"] for line in found["pace"][0]] == [1, 2]
+    assert restarts(found) == [(2, "dead", "attempt 0: killed")]
+    assert add_up(found)[0]["useful steps"] == 3 and add_up(found)[0]["replayed steps"] == 4
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "step", "att', b'{"event": "step", "step": 3}x\n', b"\xff\xfe\n", b"7\n"])
