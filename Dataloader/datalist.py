@@ -28,8 +28,10 @@ LABEL_FOLDERS = ("labels", "label", "segmentations", "segmentation", "segs", "se
                  "annotations")
 SIDE_FOLDERS = {"labelstr", "labelsts", "maskstr", "masksts", "segtr", *LABEL_FOLDERS}  # no images, without a list
 NO_DATA = {"derivatives", "sourcedata"}  # BIDS folders of results and raw data, beside the images
-# Files at the top of the results of OM_register.py, OM_study.py and OM_augment.py; what lies below are no scans.
+# Files at the top of the results of OM_register.py, OM_study.py and OM_augment.py; what lies below are no scans. Until
+# the jobs of --part are joined, only PART_RESULTS are there.
 OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"})
+PART_RESULTS = "parts/*_of_*/results.json"
 # A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
 # one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
 SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. -])?(?P<word>d?segm?|aseg|synthseg|segmentations?|labels?|labelmap|"
@@ -491,8 +493,9 @@ def _read_items(root, channels):
         paths, passed = _volumes_under(inner[0] if inner else root)
         return *_from_paths(root, paths, channels), passed
     if not root.exists():  # a pattern
-        paths = [Path(path) for path in sorted(glob.glob(str(root), recursive=True)) if ends_in(path, SUFFIXES)]
-        return *_from_paths(_above_pattern(root), [path for path in paths if path.is_file()], channels), []
+        above, found = _above_pattern(root), sorted(glob.glob(str(root), recursive=True))
+        paths = [path for path in map(Path, found) if ends_in(path, SUFFIXES) and path.is_file()]
+        return *_from_paths(above, _without_results(paths, above), channels), []
     if root.suffix.lower() not in (".json", ".csv"):
         raise InputError(f"{root}: a file, not a data folder, .json or .csv list; give the folder that holds it.")
     return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root), [], []
@@ -744,7 +747,7 @@ def _volumes_under(base):
         seen.add(real)
         # Names with a leading dot are unfinished writes, macOS resource forks, and the .git/annex of a DataLad set.
         inner[:] = sorted(name for name in inner if name.lower() not in SIDE_FOLDERS | NO_DATA and name[0] != ".")
-        if folder != str(base) and any(names_of <= set(names) for names_of in OWN_RESULTS):
+        if folder != str(base) and _is_of_results(folder, inner, names):
             inner.clear()
             continue
         if is_series(folder):  # the folder is a volume, its slices are none, and others may lie beside them
@@ -767,6 +770,21 @@ def _volumes_under(base):
     passed = [path for path in others if path.is_file() and _stem(path) not in names
               and not is_named_segmentation(path)]
     return nifti, passed + series if len(series) > len(nifti) else passed
+
+
+def _is_of_results(folder, inner, names):
+    """Whether a folder holds results of these programs. inner, names: of its folders and files."""
+    return (any(names_of <= set(names) for names_of in OWN_RESULTS)
+            or "parts" in inner and any(Path(folder).glob(PART_RESULTS)))
+
+
+def _without_results(paths, above):
+    """The files of a pattern without those in folders of results below `above`, which an earlier run has written; all
+    of them if the pattern finds nothing else, since it then asks for results."""
+    inside = {}
+    for folder in {folder for path in paths for folder in path.parents if above in folder.parents}:
+        inside[folder] = _is_of_results(*next(os.walk(folder), (folder, [], [])))
+    return [path for path in paths if not any(inside.get(folder) for folder in path.parents)] or paths
 
 
 def _derived_segmentation(root):

@@ -624,6 +624,18 @@ def test_a_pattern_chooses_the_images(tmp_path):
     assert [(item["id"], item["subject"]) for item in items] == [("sub-01_T2w", "sub-01")]
 
 
+@pytest.mark.parametrize("own", ["results.json results.csv", "parts/1_of_2/results.json"])
+def test_results_of_an_earlier_run_are_no_images_unless_a_pattern_asks_for_them(tmp_path, own):
+    make(tmp_path, "data/a_T1w.nii.gz data/out/a_to_F/warped.nii.gz data/out/bids/a_space-F_T1w.nii.gz")
+    for name in own.split():
+        (tmp_path / "data/out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data/out" / name).write_text("{}")
+    for root in ("data", "data/**/*_T1w.nii.gz", "data/**/*.nii.gz"):
+        assert [item["id"] for item in list_volumes(tmp_path / root)] == ["a_T1w"], root
+    for root in ("data/out", "data/out/*/warped.nii.gz", "data/*/*/warped.nii.gz"):
+        assert "warped" in [item["id"] for item in list_volumes(tmp_path / root)], root
+
+
 @pytest.mark.parametrize("names, expected", [
     # As BraTS, ACDC, KiTS, LiTS, CHAOS and BTCV, MM-WHS, UK Biobank, ADNI, and folders of people name their files.
     ("B_1/B_1_t1.nii.gz B_1/B_1_t1ce.nii.gz B_1/B_1_seg.nii.gz B_2/B_2_flair.nii.gz B_2/B_2_seg.nii.gz",
