@@ -200,7 +200,7 @@ def register_pair(pair, folder, earlier):
                          "the fixed volume too (points).")
     if all(points is not None for points in points_mm):  # unequal numbers are told before the work
         point_scores(*points_mm, pair, None, None)
-    require_apart(folder, inputs_of(pair, args))
+    require_apart(folder, inputs_of(pair, args), Path(args.out))
     disp = Path(args.out) / disp_name(pair, dims) if args.learn2reg else None
     labels = [read_own_label(pair, side, dims, args) for side in ("fixed", "moving")]
     with warnings.catch_warnings():

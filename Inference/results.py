@@ -21,6 +21,7 @@ from Dataloader import points
 from Dataloader.datalist import MOST_CHANNELS
 from Dataloader.formats import digest, size_and_time
 from Dataloader.nifti import is_own_field
+from Inference.bids import is_ours
 from Inference.choices import IMAGES
 from Inference.pair_figures import PAIR_PAGE, means
 from Inference.scores import COLUMNS
@@ -42,10 +43,16 @@ PARTS = "parts"  # folder of the results of parts of a list
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 
 
-def require_apart(folder, inputs):
-    """Raise InputError if a result in `folder` would overwrite an input file. inputs: paths."""
+def require_apart(folder, inputs, out=None):
+    """Raise InputError if a result in `folder`, or a copy of one in our bids/ of `out`, would overwrite an input file.
+
+    inputs: paths. out: of the whole list; default `folder`.
+    """
+    bids = (out or folder) / "bids"
     for path in map(Path, inputs):
-        if path.resolve().parent == folder.resolve() and re.match(RESERVED, path.name, re.I):
+        beside = path.resolve().parent == folder.resolve() and (
+            re.match(RESERVED, path.name, re.I) or re.fullmatch(DISP, path.name, re.I))
+        if beside or bids.resolve() in path.resolve().parents and is_ours(bids):
             raise InputError(f"{path}: a result with the same name would overwrite this input; choose another --out.")
 
 

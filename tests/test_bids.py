@@ -101,6 +101,17 @@ def test_files_of_an_earlier_run_that_this_one_lacks_are_removed(study):
     assert set(gone) < set(before) and files(study / "out/bids") == sorted(set(before) - set(gone))
 
 
+def test_a_copy_that_this_run_would_replace_is_no_input(study, capsys):
+    words = ["--fixed", str(study / "F.nii.gz"), "--affine", "none", "--refine", "1", "--no-picture", "--device", "cpu",
+             "--out", str(study / "out"), "--moving"]
+    assert OM_register.main([*words, str(study / "study/sub-02/anat/sub-02_T1w.nii.gz"), "--also", "bids"]) == 0
+    copy = study / "out/bids/sub-02/anat/sub-02_space-F_T1w.nii.gz"
+    kept = copy.read_bytes()
+    for more in ([], ["--also", "bids"]):
+        assert OM_register.main([*words, str(copy), *more]) == 43 and copy.read_bytes() == kept
+        assert f"{copy}: a result with the same name would overwrite this input" in capsys.readouterr().err
+
+
 def test_two_scans_that_share_a_segmentation_are_refused_before_the_work(study, capsys):
     scans = [study / f"study/sub-02/anat/sub-02_{suffix}.nii.gz" for suffix in ("T1w", "T2w")]
     shutil.copy(*scans)

@@ -538,10 +538,15 @@ def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
 
 def test_a_start_that_the_result_would_replace_is_refused(place, pair, tmp_path, capsys):
     shutil.copy(place / "pair/field.nii.gz", tmp_path)
+    shutil.copy(place / "pair/field.nii.gz", tmp_path / "disp_0001_0002.nii.gz")
     kept = (tmp_path / "field.nii.gz").read_bytes()
-    refused(capsys, "field.nii.gz: it is not of an earlier run", *pair_words(place), "--model", "none", "--initial",
-            tmp_path / "field.nii.gz", "--out", tmp_path)
+    words = [*pair_words(place), "--model", "none", "--out", tmp_path, "--initial"]
+    refused(capsys, "field.nii.gz: it is not of an earlier run", *words, tmp_path / "field.nii.gz")
     assert (tmp_path / "field.nii.gz").read_bytes() == kept
+    (tmp_path / "field.nii.gz").unlink()
+    refused(capsys, "disp_0001_0002.nii.gz: a result with the same name would overwrite this input", *words,
+            tmp_path / "disp_0001_0002.nii.gz", "--learn2reg")
+    assert (tmp_path / "disp_0001_0002.nii.gz").read_bytes() == kept
 
 
 def test_two_files_that_would_get_one_name_are_refused_and_replace_nothing(place, pair, tmp_path, capsys):
