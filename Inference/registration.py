@@ -235,8 +235,8 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
 
     initial: path of a matrix or a field, see Dataloader/transforms.py; None: use `start`, as `register` does.
     fixed, moving: paths. dims: axes of the volumes. options: those of `register`.
-    Returns: what `register` does. If `initial` is a field, the field of the result is the whole transform, and the
-    matrix is the affine map that fits it best.
+    Returns: what `register` does. If `initial` is a field, the field of the result is the whole transform, the matrix
+    is the affine map that fits it best, and segmented_moving is None.
     Raises InputError as `register` does, and for an inverse if `initial` is a field.
     """
     if initial is None:
@@ -258,9 +258,15 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
         raise InputError(f"{initial}: this field shows nothing of the moving volume; check that it leads from fixed "
                          "to moving, and that it is the right file.")
     overlap, shown_mask = shown_part(fixed, moving, first)
-    result = register(tuple(fixed), (shown, fixed.affine), start="header", fixed_mask=fixed.mask,
+    # As Volumes, whose names the warnings have; a matrix, since the start by the headers cannot be changed here.
+    result = register(fixed, Volume(shown, fixed.affine, moving.name), start=np.eye(4), fixed_mask=fixed.mask,
                       fixed_channels=arrays(fixed)[1:], moving_mask=shown_mask, moving_channels=shown_channels,
                       **options)
+    sentences = result.warnings
+    if result.segmented_moving is not None:
+        sentences = [*sentences, f"{moving.name}: the network has seen it only as the field of {initial} warps it, so "
+                     "its segmentation is left out; start from a matrix to get it."]
+        warnings.warn(sentences[-1], stacklevel=2)
     field = compose(torch.from_numpy(first)[None], torch.from_numpy(result.field)[None])[0].numpy()
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
     fixed = dataclasses.replace(fixed, mask=result.fixed.mask)  # `place` may have made one
@@ -270,7 +276,8 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     matrix = fixed.affine @ fitted_affine(field) @ np.linalg.inv(fixed.affine)
     scores = pair_scores(fixed, moving, field, warped, matrix, None, judged)
     return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped, matrix=matrix,
-                               warped_channels=warped_channels, start="field", overlap_percent=overlap, **scores)
+                               warped_channels=warped_channels, start="field", overlap_percent=overlap,
+                               warnings=sentences, segmented_moving=None, **scores)
 
 
 def shown_part(fixed, moving, field):

@@ -9,7 +9,7 @@ from scipy import ndimage
 
 import OM_register
 import OM_train_3modes as om
-from Dataloader.nifti import read_label, write_volume
+from Dataloader.nifti import read_label, write_field, write_volume
 from Dataloader.prepare import scaled
 from Dataloader.synthetic import make_subject
 from Diffusion.diffuser import make_condition
@@ -21,7 +21,7 @@ from Diffusion.predict import align, best_field, label_map, segmented, segmented
 from Diffusion.validation import segmentation_dice
 from Inference.labels import apply_label
 from Inference.load_model import load_model
-from Inference.registration import register
+from Inference.registration import register, register_from
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests.test_refine import refined
@@ -296,6 +296,20 @@ def test_what_is_segmented_lies_on_the_grid_of_each_volume_by_its_label(grid, la
         there = torch.from_numpy(getattr(found, f"segmented_{side}").astype(np.int64))
         assert there.shape == image.shape and tuple(there.unique().tolist()) == named, side
         assert min(dice(there, torch.tensor(named)[expected], named[1:])) > 0.85, side
+
+
+def test_after_a_start_from_a_field_the_moving_volume_has_no_segmentation(tmp_path):
+    """It would be one of the warped volume, on the grid of the fixed one."""
+    net, cfg = tiny(data__img_size=[32, 32, 32], data__crop_above=0, data__spacing_mm=0.7)
+    paths = [tmp_path / f"{side}.nii.gz" for side in ("zero", "fixed", "moving")]
+    (fixed, affine), moving = turned_pair()
+    write_field(paths[0], np.zeros((3, *fixed.shape), np.float32), affine)
+    for path, (image, own) in zip(paths[1:], ((fixed, affine), (moving[0], affine))):
+        write_volume(path, image.astype(np.float32), own)
+    with pytest.warns(UserWarning, match="moving.nii.gz: the network has seen it only as the field of .*zero.nii.gz"):
+        found = register_from(*paths, model=(net, cfg), affine=False, refine=0)
+    assert found.segmented_fixed.shape == fixed.shape and found.segmented_moving is None
+    assert "its segmentation is left out" in found.warnings[-1]
 
 
 def test_it_is_written_where_the_network_segments_and_goes_where_another_does_not(finished_run, tmp_path):

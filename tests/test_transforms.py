@@ -285,6 +285,16 @@ def test_a_field_on_another_grid_is_brought_to_the_fixed_one(far_apart, tmp_path
     assert np.abs(result.field - field)[inside].max() < 1.5
 
 
+def test_a_field_that_leads_away_is_told_by_the_names_of_the_files(far_apart, tmp_path):
+    paths = far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz"
+    field, affine = read_field(far_apart / "way.nii.gz")
+    field[0] += 13
+    write_field(tmp_path / "away.nii.gz", field, affine)
+    with pytest.warns(UserWarning, match="fixed.nii.gz: align them first with --affine[.]$"):
+        sentence, = register_from(tmp_path / "away.nii.gz", *paths, affine=False, refine=0).warnings
+    assert sentence.startswith(f"{paths[1]} covers ") and f"field of view of {paths[0]}" in sentence
+
+
 def call(capsys, *words):
     code = OM_register.main([str(word) for word in words])
     return code, capsys.readouterr().err
