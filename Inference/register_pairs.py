@@ -35,7 +35,14 @@ from Inference.labels import apply_field, apply_label, carry
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import disp_name, disp_names, make_folder, write_row, write_warped
 from Inference.pair_figures import means, write_report
-from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, pairs_onto, read_pairs_to_register
+from Inference.pair_lists import (
+    CHANNELS,
+    TO_REGISTER,
+    channels_of,
+    pairs_onto,
+    read_pairs_to_register,
+    require_like_channels,
+)
 from Inference.registration import memory_needed, overlap_percent, register_from
 from Inference.results import PARTS, do_all, listed_files, parts_of, require_apart, require_own, write_results
 from Inference.scores import moved_points, point_scores
@@ -200,6 +207,7 @@ def register_pair(pair, folder, earlier):
                          "the fixed volume too (points).")
     if all(points is not None for points in points_mm):  # unequal numbers are told before the work
         point_scores(*points_mm, pair, None, None)
+    require_like_channels(pair)
     require_apart(folder, inputs_of(pair, args), Path(args.out))
     disp = Path(args.out) / disp_name(pair, dims) if args.learn2reg else None
     labels = [read_own_label(pair, side, dims, args) for side in ("fixed", "moving")]
