@@ -51,9 +51,10 @@ from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
 from Runtime.errors import DONE, STOP, InputError, attempt
-from Runtime.files import first_repeated, sha256
+from Runtime.files import first_repeated, sha256, write_file
 
 FOLDED, OUTSIDE = 20.0, 95.0  # percent of the voxels; above, an applied field is probably a mistake
+APPLIED = "applied.json"  # names what --apply has written beside it
 WORKER = {}  # set in each process by `begin_worker`: args, model, cfg
 
 
@@ -280,18 +281,38 @@ def apply_saved(args):
     for target, path in itertools.product(filter(Path.exists, targets), wanted):
         if os.path.exists(path) and target.samefile(path):
             raise InputError(f"{path}: a result with the same name would overwrite this file; choose another --out.")
+    own = written_before(out)
+    taken = (path for path in (*targets, out / APPLIED) if path.exists() and path.name not in own)
+    if foreign := next(taken, None):
+        raise InputError(f"{foreign}: it is not of an earlier --apply into {out}, and a result would replace it; "
+                         "choose another --out.")
+    own.update(target.name for target in targets)
     describe_field(args.apply, field, affine, [entry[1:4] for entry in moved])
     make_folder(out)
     with run_lock.held_results(out):
-        for target in targets:
-            target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label
-        for target, path, array, own_affine, mode in moved:
-            write_warped(target, carry(array, own_affine, field, affine, mode), path, affine, header)
-        if points_mm is not None:
-            write_points(out, args.points, moved_points(points_mm, field, affine))
+        # First, so that after a kill they are still ours.
+        write_file(out / APPLIED, json.dumps({"files": sorted(own - {APPLIED})}) + "\n")
+        try:
+            for target in targets:
+                target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label
+            for target, path, array, own_affine, mode in moved:
+                write_warped(target, carry(array, own_affine, field, affine, mode), path, affine, header)
+            if points_mm is not None:
+                write_points(out, args.points, moved_points(points_mm, field, affine))
+        finally:
+            if not any((out / name).exists() for name in own - {APPLIED}):
+                (out / APPLIED).unlink()
     print(json.dumps({"images": len(args.moving), "labels": len(args.moving_label),
                       "points": 0 if points_mm is None else len(points_mm), "out": str(out)}))
     return DONE
+
+
+def written_before(out):
+    """The names of the files that --apply has written into a folder, by its record there, which is one: a set."""
+    try:
+        return {APPLIED, *json.loads((out / APPLIED).read_bytes())["files"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return set()
 
 
 def describe_field(path, field, affine, moved):

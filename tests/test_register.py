@@ -555,10 +555,16 @@ def test_two_files_that_would_get_one_name_are_refused_and_replace_nothing(place
         path.parent.mkdir()
         shutil.copy(image(place, "b_0002"), path)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/warped_T1.nii.gz").write_bytes(b"of an earlier run")
+    (tmp_path / "out/warped_T1.nii.gz").write_bytes(b"of somebody else")
     refused(capsys, "warped_T1.nii.gz: two of the files would get this name", "--apply", place / "pair/field.nii.gz",
             "--moving", *several, "--out", tmp_path / "out")
-    assert (tmp_path / "out/warped_T1.nii.gz").read_bytes() == b"of an earlier run"
+    assert (tmp_path / "out/warped_T1.nii.gz").read_bytes() == b"of somebody else"
+    two = ["--apply", place / "pair/field.nii.gz", "--moving", several[0], image(place, "b_0002"), "--out"]
+    refused(capsys, "warped_T1.nii.gz: it is not of an earlier --apply into", *two, tmp_path / "out")
+    assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [b"of somebody else"]
+    assert run(*two, tmp_path / "own") == 0 == run(*two, tmp_path / "own"), "what it has written itself it replaces"
+    points = ["--apply", place / "pair/field.nii.gz", "--points", place / "points.csv", "--out", tmp_path / "own"]
+    assert run(*points) == 0 == run(*two, tmp_path / "own") == run(*points)
 
 
 def test_what_ends_a_registration_after_it_is_told_before(place, tmp_path, capsys, monkeypatch):
