@@ -36,7 +36,12 @@ def as_stored(name):
 def require_file(path):
     """Raise InputError if a file is missing or may not be read; for a dangling link the sentence names its target."""
     path = Path(path)
-    if path.is_file():
+    try:
+        there = path.is_file()
+    except PermissionError:
+        raise InputError(f"{path}: this user may not enter its folder or one above it; ask the owner to allow it "
+                         "(chmod a+x).") from None
+    if there:
         if not os.access(path, os.R_OK):
             raise InputError(f"{path}: this user may not read it; ask its owner to allow it (chmod a+r).")
         return

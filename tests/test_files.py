@@ -130,12 +130,15 @@ def test_a_system_that_lacks_some_errors_has_the_others():
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
-def test_a_file_that_may_not_be_read_is_named():
+@pytest.mark.parametrize("closed, words", [("scan.nii.gz", "may not read it; ask its owner to allow it (chmod a+r)."),
+                                           ("", "may not enter its folder or one above it; ask the owner to allow it "
+                                            "(chmod a+x).")])
+def test_a_file_that_may_not_be_read_is_named(closed, words):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         path = Path(folder) / "scan.nii.gz"
         path.write_bytes(b"scan")
-        path.chmod(0)
+        Path(folder, closed).chmod(0)
         code = """if True:
             import os, sys
             from Runtime.errors import InputError
@@ -148,4 +151,4 @@ def test_a_file_that_may_not_be_read_is_named():
                 print(error)
             """
         said = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True, text=True)
-    assert said.stdout == f"{path}: this user may not read it; ask its owner to allow it (chmod a+r).\n", said.stderr
+    assert said.stdout == f"{path}: this user {words}\n", said.stderr
