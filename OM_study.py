@@ -141,10 +141,12 @@ def run(args):
     file = "atlases" if args.task == "segment" else args.task
     module = importlib.import_module(f"{home}Study.{file}")  # only now: importing torch takes seconds
     code = getattr(module, args.task)(args)
+    bids = importlib.import_module(f"{home}Inference.bids")
     if getattr(args, "bids", False):
-        folder = importlib.import_module(f"{home}Inference.bids").write_bids(
-            args.out, getattr(args, "series", None), getattr(args, "radius", 0.0))
+        folder = bids.write_bids(args.out, getattr(args, "series", None), getattr(args, "radius", 0.0))
         print(f"BIDS derivatives: {folder.resolve()}", file=sys.stderr)
+    elif hasattr(args, "bids"):
+        bids.drop_copies(args.out)
     return code
 
 

@@ -63,7 +63,7 @@ def targets(row):
     """{name of a result: its path below bids/} for a row of results.json."""
     key = key_of(row)
     source = Path(row[key])
-    entities, suffix = split_name(source, DESCRIPTION if key == "series" else ENTITIES)  # it stays in its space
+    entities, suffix = split_name(source, ENTITIES if key == "moving" else DESCRIPTION)  # others stay in their space
     session = re.search(r"_(ses-[A-Za-z0-9]+)", entities)
     kind = source.parent.name if source.parent.name in KINDS else "func" if key == "series" else "anat"
     folder = Path(entities.split("_")[0], session[1] if session else "", kind)
@@ -115,12 +115,21 @@ def sidecar_of(target):
     return target.with_name(f"{target.name.split('.')[0]}.json")
 
 
-def drop_series(out):
-    """Remove what an earlier `motion` wrote to bids/, which would outlive its results."""
-    for ending in OF_A_SERIES.values() if is_ours(out / "bids") else ():
-        for path in out.glob(f"bids/sub-*/**/sub-*_{ending.format(suffix='*')}"):
-            path.unlink()
-            sidecar_of(path).unlink(missing_ok=True)
+def is_own_sidecar(path):
+    """Whether a .json file is a sidecar of `write_bids`: its sources are paths of files."""
+    try:
+        sources = json.loads(path.read_bytes())["Sources"]
+        return bool(sources) and all(map(os.path.isabs, sources))
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def drop_copies(out, kept=()):
+    """Remove what earlier runs have copied to bids/, which would outlive its results, except the paths `kept`."""
+    folder = Path(out) / "bids"
+    for sidecar in filter(is_own_sidecar, sorted(folder.glob("sub-*/**/*.json")) if is_ours(folder) else ()):
+        for path in set(sidecar.parent.glob(f"{sidecar.stem}.*")) - set(kept):
+            path.unlink(missing_ok=True)
 
 
 def write_bids(out, series=None, radius=0.0):
@@ -138,10 +147,8 @@ def write_bids(out, series=None, radius=0.0):
     write_file(out / "bids/dataset_description.json", json.dumps(about, indent=1) + "\n")
     files = [(row, out / row["folder"] / name, out / "bids" / below)
              for row in rows for name, below in targets(row).items()]
-    for _, path, target in files:  # of a run with other options; all first, as rows may share a name
-        if not path.is_file():
-            target.unlink(missing_ok=True)
-            sidecar_of(target).unlink(missing_ok=True)
+    written = [target for _, path, target in files if path.is_file()]
+    drop_copies(out, {*written, *map(sidecar_of, written)})
     for row, path, target in files:
         if path.is_file():
             sources = [row[key] for key in (*SOURCES, "fixed") if key in row]
@@ -152,7 +159,6 @@ def write_bids(out, series=None, radius=0.0):
             if path.suffix == ".tsv":
                 sidecar |= {column: {**words, "Description": words["Description"].format(radius=radius)}
                             for column, words in COLUMNS.items()}
-            target.parent.mkdir(parents=True, exist_ok=True)
+            write_file(sidecar_of(target), json.dumps(sidecar, indent=1) + "\n")  # first: it tells that both are ours
             write_file(target, path.read_bytes())
-            write_file(sidecar_of(target), json.dumps(sidecar, indent=1) + "\n")
     return out / "bids"

@@ -29,7 +29,7 @@ from Dataloader.points import point_files, read_points, write_points
 from Dataloader.transforms import read_any_field
 from Dataloader.volume import dims_of, shape_of
 from Diffusion.metrics import folding_percent
-from Inference.bids import require_own_bids, require_own_names, write_bids
+from Inference.bids import drop_copies, require_own_bids, require_own_names, write_bids
 from Inference.choices import is_list
 from Inference.labels import apply_field, apply_label, carry
 from Inference.load_model import DEFAULTS, load_model
@@ -165,6 +165,8 @@ def register_all(args):
         if not is_list(args):  # of a list, only that pair is refused
             require_apart(out, inputs_of(pairs[0], args))
         (home / "report.html").unlink(missing_ok=True)
+        if not args.part:
+            drop_copies(out)
         print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
         rows, failed = do_all(home, tasks, register_pair, settings, args.workers, again=args.again,
                               resumes=is_list(args), begin=functools.partial(begin_worker, args), beside=beside)

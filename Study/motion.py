@@ -13,7 +13,7 @@ import numpy as np
 from Dataloader.formats import is_itk
 from Dataloader.nifti import READ_ERRORS, checked_image, open_nifti, read_affine, read_numbers, write_volume
 from Diffusion.metrics import average
-from Inference.bids import drop_series, require_own_bids, split_name
+from Inference.bids import drop_copies, require_own_bids, split_name
 from Inference.results import do_all
 from Report.charts import grid, line_chart
 from Report.page import table_html
@@ -46,7 +46,7 @@ def motion(args):
     options = {"affine": "rigid", "refine": args.deform, "similarity": args.similarity,
                "device": pick_device(args.device).type}
     with locked(args.out, "motion") as out:
-        drop_series(out)
+        drop_copies(out)
         first = int(args.reference) if args.reference.isdecimal() else count // 2
         write_volume(out / "reference.nii.gz", frame_of(args.series, first), affine)
         passes = 2 if args.reference == "mean" else 1

@@ -9,7 +9,7 @@ import OM_register
 import OM_study
 from Dataloader.nifti import read_field, read_label, write_volume
 from Dataloader.synthetic import make_subject
-from Inference.bids import split_name
+from Inference.bids import split_name, targets, write_bids
 from Runtime.errors import InputError
 
 
@@ -51,10 +51,12 @@ def test_a_registered_list(study):
 
 def test_a_segmented_list(study):
     out = study / "out"
-    assert OM_study.main(["segment", "--atlases", str(study / "study"), "--images", str(study / "study/sub-02"),
-                          "--affine", "rigid", "--device", "cpu", "--bids", "--out", str(out)]) == 0
+    words = ["segment", "--atlases", str(study / "study"), "--images", str(study / "study/sub-02"), "--affine", "rigid",
+             "--device", "cpu", "--out", str(out)]
+    assert OM_study.main([*words, "--bids"]) == 0
     assert files(out / "bids") == ["dataset_description.json", "sub-02/anat/sub-02_desc-omnimorph_dseg.json",
                                    "sub-02/anat/sub-02_desc-omnimorph_dseg.nii.gz"]
+    assert OM_study.main(words) == 0 and files(out / "bids") == ["dataset_description.json"], "those of the last run"
 
 
 def test_an_aligned_series(study):
@@ -99,6 +101,22 @@ def test_files_of_an_earlier_run_that_this_one_lacks_are_removed(study):
         "from-F_to-T1w_mode-image_xfm.h5", "from-F_to-T1w_mode-image_xfm.json", "from-F_to-T1w_mode-image_xfm.nii.gz",
         "from-T1w_to-F_mode-image_xfm.h5")]
     assert set(gone) < set(before) and files(study / "out/bids") == sorted(set(before) - set(gone))
+    theirs = study / "out/bids/sub-02/anat/sub-02_desc-mine_T1w.json"
+    theirs.write_text('{"Sources": ["bids:raw:sub-02/anat/sub-02_T1w.nii.gz"]}')
+    assert OM_register.main([*words, "--refine", "2"]) == 0
+    assert files(study / "out/bids") == ["dataset_description.json", str(theirs.relative_to(study / "out/bids"))]
+
+
+def test_copies_of_what_a_later_run_has_not_are_removed(tmp_path):
+    rows = []
+    for name in ("sub-01_T1w", "sub-02_T1w"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "label.nii.gz").write_text(name)
+        rows.append({"name": name, "image": f"/data/{name}.nii.gz", "folder": name})
+    for kept in (rows, rows[:1]):
+        (tmp_path / "results.json").write_text(json.dumps({"pairs": kept}))
+        copies = sorted(path.name for path in write_bids(tmp_path).rglob("*.nii.gz"))
+        assert copies == [f"{row['name'][:6]}_desc-omnimorph_dseg.nii.gz" for row in kept]
 
 
 def test_a_copy_that_this_run_would_replace_is_no_input(study, capsys):
@@ -143,7 +161,10 @@ def test_a_data_set_of_others_in_the_way_is_refused_before_the_work(study, words
 
 
 def test_entities_of_a_derivative_are_not_those_of_its_results():
-    assert split_name("x/sub-1_acq-a_space-MNI_desc-preproc_T2w.nii.gz") == ("sub-1_acq-a", "T2w")
+    path = "/x/sub-1_acq-a_space-MNI_desc-preproc_T2w.nii.gz"
+    assert split_name(path) == ("sub-1_acq-a", "T2w")
+    label, = targets({"image": path}).values()
+    assert label.name == "sub-1_acq-a_space-MNI_desc-omnimorph_dseg.nii.gz", "a segmentation stays in its space"
     for name in ("T1w", "sub-1", "sub-_T1w", "sub-1_run_T1w"):
         with pytest.raises(InputError, match="no BIDS name"):
             split_name(f"{name}.nii.gz")
