@@ -257,7 +257,8 @@ def said_of_labels(scores):
 
 
 def point_scores(fixed_mm, moving_mm, pair, field, affine):
-    """Mean distance of landmarks in mm, as the headers place them and after the registration: this part of a row.
+    """Mean distance of landmarks in mm, as the headers place them and after the registration, and by how many voxels of
+    the fixed volume it has grown: this part of a row.
 
     fixed_mm, moving_mm: (P, 3) mm, RAS, the same points of both volumes. pair: the paths of their files, for the error
     if their numbers differ. field: (N, *fixed) in voxels or None. affine: 4x4 of the fixed volume.
@@ -268,6 +269,8 @@ def point_scores(fixed_mm, moving_mm, pair, field, affine):
     scores = {"tre_before_mm": float(np.linalg.norm(fixed_mm - moving_mm, axis=1).mean())}
     if field is not None:
         scores["tre_mm"] = float(np.linalg.norm(moved_points(fixed_mm, field, affine) - moving_mm, axis=1).mean())
+        voxel_mm = float(np.linalg.norm(affine[:3, :len(field)], axis=0).mean())
+        scores["tre_gained_voxels"] = (scores["tre_mm"] - scores["tre_before_mm"]) / voxel_mm
     return scores
 
 

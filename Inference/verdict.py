@@ -24,6 +24,7 @@ FOLDED_PERCENT = (1.0, 10.0)  # of the voxels of the body, by one-sided determin
 STRETCHED_PERCENT = (5.0, 100.0)  # of the body, see `stretched_percent` in scores.py; never failed for it alone
 INVERSE_ERROR_VOXELS = (1.0, 5.0)
 DICE_LOST, TRE_GAINED = 0.02, 1.05  # largest drop of Dice, and largest factor for the landmarks' error
+TRE_GAINED_VOXELS = 0.1  # by which it must grow too: where it was nearly 0, rounding alone multiplies it
 LEAST_DICE = 0.1
 OUTLIER = 5.0  # robust standard deviations from the median of the list, on the bad side
 LEAST_SPREAD = 0.03  # of the median, so that nearly equal pairs do not turn another one into an outlier
@@ -101,7 +102,8 @@ def findings(scores):
         if after < LEAST_DICE:
             yield "failed", f"the labels hardly overlap (Dice {after:.3f}): check that they belong to these volumes."
     before, after = scores.get("tre_before_mm"), scores.get("tre_mm")
-    if after is not None and before is not None and after > TRE_GAINED * before:
+    grown = scores.get("tre_gained_voxels", TRE_GAINED_VOXELS) >= TRE_GAINED_VOXELS
+    if after is not None and before is not None and grown and after > TRE_GAINED * before:
         yield "failed", (f"the landmarks are further apart than before the registration ({before:.2f} mm before, "
                          f"{after:.2f} mm after).")
     if scores.get("labels_lost"):

@@ -7,7 +7,7 @@ from scipy import ndimage
 
 from Dataloader.synthetic import make_subject
 from Inference.registration import register
-from Inference.scores import stretched_percent
+from Inference.scores import point_scores, stretched_percent
 from Inference.verdict import (
     ALIKE,
     COVERED_PERCENT,
@@ -31,6 +31,10 @@ GOOD = {"similarity_before": 0.2, "similarity": 0.8, "covered_percent": 97.0, "s
 def test_a_good_pair_is_ok_without_a_reason():
     assert judge(GOOD) == ("ok", "") == judge({})
     assert judge({**GOOD, "dice_before": None, "tre_before_mm": None}) == ("ok", "")
+    points = np.ones((4, 3))  # of a volume registered to itself
+    same = point_scores(points, points, {}, np.full((3, 4, 4, 4), 0.02, np.float32), np.diag([2.0, 2, 2, 1]))
+    assert same["tre_before_mm"] == 0 < same["tre_mm"] and judge({**GOOD, **same}) == ("ok", "")
+    assert same["tre_gained_voxels"] == pytest.approx(0.02 * 3 ** 0.5)
 
 
 @pytest.mark.parametrize("changes, verdict, words", [
@@ -55,6 +59,7 @@ def test_a_good_pair_is_ok_without_a_reason():
     ({"dice": 0.45}, "failed", "overlap less than before"),
     ({"dice_before": 0.0, "dice": 0.05}, "failed", "hardly overlap"),
     ({"tre_mm": 7.0}, "failed", "further apart"),
+    ({"tre_mm": 7.0, "tre_gained_voxels": 0.5}, "failed", "further apart"),
     ({"labels_lost": [4]}, "doubtful", "lack structures of the fixed volume: [4]")])
 def test_each_finding_has_its_verdict_and_its_sentence(changes, verdict, words):
     found, reason = judge({**GOOD, **changes})
