@@ -242,7 +242,9 @@ def read_own_label(pair, side, dims, args):
     path, image = pair[f"{side}_label"], pair[side]
     label, affine = read_label(path, dims)
     shape, image_affine = read_header(image, dims)
-    if overlap_percent(shape, image_affine, label.shape, affine, np.eye(4)) == 0:
+    grids = (shape, image_affine), (label.shape, affine)
+    # Both ways, since it is counted on points: those of the image may lie around a small label.
+    if not any(overlap_percent(*one, *other, np.eye(4)) for one, other in (grids, grids[::-1])):
         raise InputError(f"{path}: the label lies outside its image {image}; give the one that belongs to it.")
     if args.resample_labels:
         return apply_label(label, affine, np.zeros((dims, *shape), np.float32), image_affine, args.labels)

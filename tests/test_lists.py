@@ -1,4 +1,5 @@
 """Lists of pairs as people have them: one volume and a folder, tables, workers, and lists that grow."""
+import argparse
 import contextlib
 import io
 import json
@@ -418,6 +419,17 @@ def test_labels_of_another_size_and_landmarks_are_registered_drawn_and_scored(da
     assert score["dice"] == pytest.approx(row["dice"], abs=0.05), "resampled once instead of twice"
     carried = np.unique(nibabel.load(tmp_path / "out/warped_label.nii.gz").dataobj)
     assert len(carried) > 2 and not (carried % unit).any() and set(score["labels"]) == set(row["labels"])
+
+
+def test_a_label_between_the_points_on_which_overlap_is_counted_lies_in_its_image(tmp_path):
+    size, corner = (70, 4, 4), np.eye(4)
+    corner[0, 3] = 32  # of the image, points at 31.2 and 33.4 are tested
+    write_volume(tmp_path / "image.nii.gz", np.arange(1120.0).reshape(size), np.eye(4))
+    write_volume(tmp_path / "label.nii.gz", np.ones((1, 4, 4), np.uint8), corner)
+    pair, args = {"fixed": tmp_path / "image.nii.gz", "fixed_label": tmp_path / "label.nii.gz"}, argparse.Namespace(
+        resample_labels=True, labels="smooth")
+    label = register_pairs.read_own_label(pair, "fixed", 3, args)
+    assert label.shape == size and label.any(axis=(1, 2)).nonzero()[0].tolist() == [32]
 
 
 def test_a_folder_whose_list_is_no_object_is_one_sentence(data):
