@@ -158,11 +158,14 @@ def write_scores(folder, scores, failed):
 def score_all(args):
     """Score one pair or a list, and write the scores. Returns the exit code."""
     pairs, dims = asked_pairs(args)
-    taken = next(filter(Path.exists, (Path(args.out, f"scores.{suffix}") for suffix in ("json", "csv", "html"))), None)
+    files = [Path(args.out, f"scores.{suffix}") for suffix in ("json", "csv", "html")]
+    taken = next(filter(Path.exists, files), None)
     earlier = read_json(taken) if taken and taken.suffix == ".json" else None
     if taken and not (isinstance(earlier, dict) and {"pairs", "failed", "mean"} == set(earlier)):
         raise InputError(f"{taken}: it is not of an earlier run, and the scores would replace it; choose another "
                          "--out.")
+    for path in reversed(files):  # if no pair can be scored, those of an earlier run would look like its scores
+        path.unlink(missing_ok=True)
     scores, failed = [], []
     with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
         for pair in bar:

@@ -125,6 +125,9 @@ def test_a_bad_pair_of_a_list_is_named_and_the_others_are_scored(pair, capsys):
     found = json.loads((pair / "out/scores.json").read_text())
     assert [score["name"] for score in found["pairs"]] == ["good"] and found["mean"]["dice"] == 1
     assert found["failed"][0]["name"] == "NaN lost" and "Not scored" in (pair / "out/scores.html").read_text()
+    (pair / "field.nii.gz").write_bytes(b"broken")
+    assert run(pair, "--pairs", pair / "pairs.json") == 43
+    assert not list((pair / "out").iterdir()), "no scores of the earlier run"
 
 
 @pytest.mark.parametrize("name, content", [("scores.csv", "mine"), ("scores.json", '{"mine": 1}')])
