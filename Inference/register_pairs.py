@@ -78,7 +78,7 @@ def asked_pairs(args):
                  "moving_mask": args.moving_mask, "points": args.points, "moving_points": args.moving_points,
                  **dict(zip(CHANNELS["fixed"], args.fixed_channels)),
                  **dict(zip(CHANNELS["moving"], args.moving_channels))}
-        name = f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}"
+        name = f"{volume_id(Path(files['moving']))} to {volume_id(Path(files['fixed']))}"  # a folder may end in a slash
         pairs = [{"name": name, **{key: Path(path) for key, path in files.items() if path}}]
     for pair, side in itertools.product(pairs, ("fixed", "moving")):
         if is_named_segmentation(pair[side]):  # registration compares intensities

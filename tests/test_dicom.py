@@ -186,8 +186,8 @@ def test_a_series_is_registered(tmp_path, capsys):
     for number, name in enumerate(("F", "M")):
         image = make_subject(number, (14, 16, 18))["image"]
         write_series(tmp_path / name, 2 * np.round(400 * image).astype(np.int16))
-    words = ["--fixed", tmp_path / "F", "--moving", tmp_path / "M", "--affine", "none", "--refine", "2", "--device",
-             "cpu", "--out", tmp_path / "out"]
+    words = ["--fixed", tmp_path / "F", "--moving", f"{tmp_path}/M/", "--affine", "none", "--refine", "2", "--device",
+             "cpu", "--out", tmp_path / "out"]  # a shell completes the name of a folder with a slash
     assert OM_register.main(list(map(str, words))) == 0, capsys.readouterr().err
     [row] = json.loads((tmp_path / "out/results.json").read_text())["pairs"]
     assert row["name"] == "M to F" and len(row["source"]["moving"]) == 64
