@@ -294,7 +294,8 @@ def do_one(function, out, of_list, entry, folder, earlier):
         changed = [key for key, stamp in source_stamps(entry).items() if stamp != stamps[key]]
         return {**row, "source": {**source, **dict.fromkeys(changed)}}  # replaced meanwhile: the next run does it again
     except OSError as error:
-        if not error.filename or Path(out).resolve() in Path(error.filename).resolve().parents:
+        homes = {Path(out).resolve(), folder.resolve()}  # that of a part does not hold the folders of its pairs
+        if not error.filename or homes & {*Path(error.filename).resolve().parents}:
             raise  # the results of no entry can be written
         return f"{error.filename}: {error.strerror}; check the file."
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

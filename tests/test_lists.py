@@ -1,6 +1,7 @@
 """Lists of pairs as people have them: one volume and a folder, tables, workers, and lists that grow."""
 import argparse
 import contextlib
+import errno
 import io
 import json
 import shutil
@@ -19,7 +20,7 @@ from Dataloader.synthetic import make_subject
 from Inference import register_pairs
 from Inference.load_model import default_config
 from Inference.pair_lists import pairs_onto, read_pairs_to_register
-from Inference.results import file_digests, kept_rows, read_results, source_digests, write_results
+from Inference.results import do_one, file_digests, kept_rows, read_results, source_digests, write_results
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError
 from Study.common import volumes_of
@@ -148,6 +149,18 @@ def test_a_file_that_may_not_be_read_and_a_fault_of_the_program_end_no_list(data
     assert "RuntimeError (a fault); see the traceback above" in reasons["sub-02"]
     assert [row["name"] for row in results(tmp_path / "out")["pairs"]] == ["sub-03_T1w_to_sub-00_T1w"]
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["", "parts/1_of_2"])
+def test_a_full_disk_ends_a_list_and_a_part_of_it(tmp_path, out):
+    def full(entry, folder, earlier):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", entry["name"])
+
+    out, folder = str(tmp_path / "out" / out), tmp_path / "out/a"
+    with pytest.raises(OSError, match="Disk quota exceeded"):
+        do_one(full, out, True, {"name": str(folder / ".field.nii.gz.tmp")}, folder, None)
+    assert "M.nii.gz: Disk quota exceeded; check the file" in do_one(
+        full, out, True, {"name": str(tmp_path / "M.nii.gz")}, folder, None)
 
 
 def test_a_row_is_kept_with_the_paths_of_now_and_done_again_if_a_file_may_not_be_read(tmp_path, monkeypatch):
