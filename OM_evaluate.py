@@ -21,15 +21,24 @@ import numpy as np
 from tqdm import tqdm
 
 from Dataloader.datalist import read_json
-from Dataloader.grids import require_same_grid
-from Dataloader.nifti import read_field, read_label
+from Dataloader.grids import require_same_grid, thinning
+from Dataloader.nifti import read_field, read_header, read_label
 from Dataloader.points import read_points
 from Diffusion.metrics import spread
 from Inference.choices import LABELS
 from Inference.labels import apply_label
 from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.results import damage, scores_csv
-from Inference.scores import COLUMNS, field_scores, heading, label_scores, point_scores, said_of_labels, unscored
+from Inference.scores import (
+    COLUMNS,
+    every,
+    field_scores,
+    heading,
+    label_scores,
+    point_scores,
+    said_of_labels,
+    unscored,
+)
 from Report.page import cards_html, table_html, text_table, write_page
 from Runtime.errors import DONE, STOP, InputError, attempt, parse_options, run_program
 from Runtime.files import write_file
@@ -95,7 +104,8 @@ def score_pair(pair, dims=3, carried=None):
     problem = ""
     if "field" in pair:
         field, affine = read_field(pair["field"], dims)
-        scores.update((key, value) for key, value in field_scores(field).items() if key in COLUMNS)
+        thinned = every(field, thinning(field.shape[1:]))  # as `pair_scores` of a registration
+        scores.update((key, value) for key, value in field_scores(thinned).items() if key in COLUMNS)
     if "fixed_label" in pair:
         fixed, fixed_affine = read_label(pair["fixed_label"], dims)
         if field is not None and pair.get("resample"):
@@ -107,6 +117,10 @@ def score_pair(pair, dims=3, carried=None):
         label_maps = {}  # "_before": as the headers place them; "": after registration
         if "moving_label" in pair:
             moving, own = read_label(pair["moving_label"], dims)
+            if pair.get("resample"):
+                shape, image_affine = read_header(pair["resample"], dims)
+                moving = apply_label(moving, own, np.zeros((dims, *shape), np.float32), image_affine, carried)
+                own = image_affine
             zero = np.zeros((dims, *fixed.shape), np.float32)
             for suffix, each in (("_before", zero), ("", field)):
                 if each is not None:

@@ -128,8 +128,8 @@ def read_pairs_to_score(path):
     path: results.json of OM_register.py, or a JSON list (or an object with such a list under "pairs") of objects with
     TO_SCORE and "name". Warns about pairs that could not be registered and about an unfinished registration.
     Returns: list of dict(name=str, and a Path for each key of TO_SCORE it has; for a registered pair "written", the
-    folder and the `file_digests` of its field, "resample", whether its labels were resampled to its volumes, and
-    "carried", how they were warped); the number of axes, None if the list does not say.
+    folder and the `file_digests` of its field, "resample", the path of its moving volume if its labels were resampled
+    to its volumes, and "carried", how they were warped); the number of axes, None if the list does not say.
     Raises InputError naming the file for a list that cannot be read and unknown keys.
     """
     path = Path(path)
@@ -148,13 +148,14 @@ def read_pairs_to_score(path):
     if not content["complete"]:
         print(f"warning: {path}: the registration did not finish; run it again to continue", file=sys.stderr)
     pairs, settings = [], content["settings"]
-    labels = {"resample": settings.get("resample_labels", False), "carried": settings.get("labels", "smooth")}
+    resampled, carried = settings.get("resample_labels", False), settings.get("labels", "smooth")
     keys = {"fixed_label": "fixed_label", "moving_label": "moving_label", "points": "fixed_points",
             "moving_points": "moving_points"}
     for row in entries:
         relative = os.path.normpath(os.path.join(row["folder"], "field.nii.gz"))
         files = {ours: Path(row[key]) for key, ours in keys.items() if key in row}
-        pairs.append({"name": row["name"], **files, "field": path.parent / relative, **labels,
+        pairs.append({"name": row["name"], **files, "field": path.parent / relative, "carried": carried,
+                      "resample": Path(row["moving"]) if resampled else None,
                       "written": (path.parent, {relative: row["files"][relative]})})
     return pairs, settings["config"]["model.dims"]
 

@@ -10,6 +10,8 @@ import SimpleITK as sitk
 import OM_evaluate
 from Dataloader.nifti import to_mm, write_field, write_field_learn2reg, write_volume
 from Dataloader.synthetic import make_subject
+from Dataloader.volume import read_source
+from Inference.scores import pair_scores
 from tests.test_nifti import OBLIQUE, make_affine, tilted_affine
 
 SHAPE = (24, 28, 32)
@@ -175,6 +177,19 @@ def test_hd95_on_a_sheared_grid_is_in_the_world(tmp_path):
     write_volume(tmp_path / "warped.nii.gz", other, affine)
     assert run(tmp_path, "--fixed-label", tmp_path / "fixed.nii.gz", "--warped-label", tmp_path / "warped.nii.gz") == 0
     assert scores(tmp_path)[0]["hd95_mm"] == pytest.approx(np.linalg.norm(affine[:3, :3] @ [0, -4, 4]), rel=1e-5)
+
+
+def test_a_large_field_is_scored_on_as_many_voxels_as_by_a_registration(tmp_path, monkeypatch):
+    monkeypatch.setattr("Dataloader.grids.MOST_VOXELS", 2000)  # as if 14 x 14 x 14 were beyond 256^3
+    field = np.random.default_rng(0).normal(0, 0.3, (3, 14, 14, 14)).astype(np.float32)
+    write_field(tmp_path / "field.nii.gz", field, np.eye(4))
+    volume = read_source((np.arange(2744.0, dtype=np.float32).reshape(14, 14, 14), np.eye(4)), "volume")
+    judged = dict.fromkeys(("compared_by", "one_sign")) | {"overlap_percent": 100.0}
+    expected = pair_scores(volume, volume, field, volume.array, np.eye(4), None, judged)
+    assert run(tmp_path, "--field", tmp_path / "field.nii.gz") == 0
+    for key in ("folding_percent", "folding_any_percent", "ndv_percent", "sdlogj"):
+        assert scores(tmp_path)[0][key] == pytest.approx(expected[key], rel=1e-5), key
+    assert expected["sdlogj"] > 0 and expected["folding_any_percent"] > 0
 
 
 def test_slices(tmp_path, capsys):
