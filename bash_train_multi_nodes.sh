@@ -189,6 +189,7 @@ finish() {  # exit code, message: end what is left, unlock the folder; near the 
 unset RANK LOCAL_RANK WORLD_SIZE EXCLUDED OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_ATTEMPT OMNIMORPH_ROUND
 unset OMNIMORPH_STEP OMNIMORPH_STEP_BACK OMNIMORPH_STAGE
 unset SLURM_LABELIO SLURM_STDOUTMODE SLURM_STDERRMODE  # a user's: they change or redirect what srun passes on
+unset "${!SQUEUE_@}"  # a user's: filters that would hide jobs and steps from us
 unset SLURM_GPUS  # of sbatch --gpus: each srun, also on one node, would ask for all of them; a step gets them anyway
 export OMNIMORPH_PATIENCE_S=600  # for what may pass, before the config with run.patience_s is read
 export AGAIN="the same command"

@@ -278,7 +278,8 @@ def _is_former_start(content):
 def _job_state(content, run):
     """State of a lock's Slurm job: "running", "over", or None if it has no job or none that Slurm here can judge.
 
-    In a container without Slurm, the launcher outside has asked for the jobs of its user (OMNIMORPH_JOBS).
+    In a container without Slurm, the launcher outside has asked for the jobs of its user (OMNIMORPH_JOBS). Where Slurm
+    does not know the job of another user, it may only hide it (PrivateData=jobs).
     Raises OSError while the job is ending, and if Slurm does not answer: ask again in a minute.
     """
     job, cluster = content["job"], content["cluster"]
@@ -292,14 +293,17 @@ def _job_state(content, run):
             return None
         state = dict(word.split("=", 1) for word in told.split()).get(job, "")
     else:
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}  # no own filters
         try:
             answer = subprocess.run(["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}"],
-                                    capture_output=True, text=True, timeout=20)
+                                    capture_output=True, text=True, timeout=20, env=plain)
         except subprocess.TimeoutExpired:
             raise OSError(errno.ETIMEDOUT, f"Slurm does not say within 20 s whether job {job} still runs") from None
         if answer.returncode and "Invalid job id" not in answer.stderr:  # Slurm's words for a job it has forgotten
             raise OSError(errno.ETIMEDOUT, f"Slurm does not say whether job {job} still runs ({answer.stderr.strip()})")
-        state = answer.stdout
+        state = answer.stdout.strip()
+        if not state and (run / "lock.json").stat().st_uid != os.getuid():
+            return None
     if re.search("RUNNING|SUSPENDED|STOPPED|CONFIGURING|RESIZING", state):
         return "running"
     if re.search("COMPLETING|SIGNALING|STAGE_OUT", state):

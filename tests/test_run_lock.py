@@ -1,4 +1,5 @@
 """The run folder and its lock, with real processes holding it, dying and starting at the same moment."""
+import contextlib
 import errno
 import functools
 import json
@@ -218,7 +219,8 @@ def slurm(tmp_path_factory, monkeypatch):
 
     def say(state):
         out, err, code = SQUEUE[state]
-        (folder / "squeue").write_text(f"#!/bin/sh\necho '{out}'\necho '{err}' >&2\nexit {code}\n")
+        said = f"[ -n \"$SQUEUE_USERS\" ] || echo '{out}'\necho '{err}' >&2"
+        (folder / "squeue").write_text(f"#!/bin/sh\n{said}\nexit {code}\n")
         (folder / "squeue").chmod(0o755)
         (folder / "scontrol").write_text("#!/bin/sh\necho 'ClusterName             = here'\n")
         (folder / "scontrol").chmod(0o755)
@@ -259,6 +261,26 @@ def test_who_is_alive(tmp_path, slurm, state, holder, changes, touched, said):
             lock(tmp_path, 100)
     else:
         assert lock(tmp_path, 100) != before
+
+
+@pytest.mark.parametrize("state, touched, said", [
+    ("forgotten", 50, "elsewhere"), ("forgotten", 150, None), ("COMPLETED", 50, None)])
+def test_a_job_of_somebody_else_that_slurm_does_not_show_is_judged_by_the_clock(tmp_path, slurm, monkeypatch, state,
+                                                                               touched, said):
+    """With PrivateData=jobs, squeue says of a colleague's running job that there is no such job."""
+    slurm(state)
+    lock_of_job(tmp_path, touched, ELSEWHERE, **JOB)
+    monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "lock.json").stat().st_uid + 1)
+    with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
+        lock(tmp_path, 100)
+
+
+def test_the_users_own_filters_of_squeue_hide_no_job(tmp_path, slurm, monkeypatch):
+    slurm("RUNNING")
+    monkeypatch.setenv("SQUEUE_USERS", "me")
+    lock_of_job(tmp_path, 10 ** 6, ELSEWHERE, **JOB)
+    with pytest.raises(InputError, match="elsewhere"):
+        lock(tmp_path, 100)
 
 
 @pytest.mark.parametrize("jobs, job, touched, said", [
