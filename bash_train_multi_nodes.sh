@@ -64,6 +64,9 @@ if [[ ! -f OM_train_3modes.py ]]; then
     echo "error: there is no OM_train_3modes.py in $PWD: submit from the repository's folder, or with --chdir=FOLDER" >&2
     exit 43
 fi
+# shellcheck source=/dev/null
+source Scripts/settings.sh
+forget_other_jobs
 # srun and salloc --pty of old give one task of the job, in which an srun waits for room that never comes. Slurm numbers
 # its batch and interactive steps from 4294967290 on.
 if [[ -n ${SLURM_JOB_ID:-} && -z ${RANKS:-} && ${SLURM_STEP_ID:-} =~ ^[0-9]{1,8}$ ]]; then
@@ -211,8 +214,6 @@ fi
 export SUPERVISOR
 supervisor=("$SUPERVISOR" -ESm Supervisor.launcher)
 
-# shellcheck source=/dev/null
-source Scripts/settings.sh
 words=(-- "$@")
 choose_site
 require nodes

@@ -44,6 +44,9 @@ case $task in
 esac
 shift
 
+# shellcheck source=/dev/null
+source "$root/Scripts/site.sh"
+
 has() { [[ " ${*:2} " == *" $1 "* || " ${*:2}" == *" $1="* ]]; }  # option, words: given, in either form
 
 if [[ -n ${SLURM_JOB_GPUS:-} || ${SLURM_GPUS_ON_NODE:-0} != 0 ]]; then
@@ -61,8 +64,6 @@ if [[ $task == register && -n ${SLURM_ARRAY_TASK_ID:-} ]] && ! has --part "$@"; 
     set -- "$@" --part "$SLURM_ARRAY_TASK_ID/${SLURM_ARRAY_TASK_MAX:-}"
 fi
 
-# shellcheck source=/dev/null
-source "$root/Scripts/site.sh"
 job=${SLURM_JOB_ID:+, job $SLURM_JOB_ID}
 echo "$(date '+%F %T') $task on $(hostname), $OMP_NUM_THREADS threads, settings of $CLUSTER$job" >&2
 # In place of this shell: signals reach the program, and its exit code is the job's.

@@ -1,6 +1,21 @@
 # Chooses the site, its settings and Python. Sourced in the repository's folder by the launcher, by its ranks, and by
 # site.sh for the job scripts. CLUSTER and PYTHON: see site.sh. Afterwards the array INTERPRETER starts Python.
 # shellcheck shell=bash disable=SC2034
+forget_other_jobs() {  # sbatch passes on the variables of a job in which it is called; Slurm replaces most of them
+    local shown
+    # With _TYPE it is of a step, whose cores are not ours; what a user sets has none.
+    [[ -n ${SLURM_CPU_BIND_TYPE:-} ]] && unset "${!SLURM_CPU_BIND@}"
+    [[ -n ${SLURM_MEM_BIND_TYPE:-} ]] && unset "${!SLURM_MEM_BIND@}"
+    [[ -n ${SLURM_JOB_ID:-} && -n ${SLURM_ARRAY_JOB_ID:-}${SLURM_RESTART_COUNT:-}${SLURM_STEP_ID:-} ]] || return
+    # In a container without Slurm, and while Slurm does not answer, all of them stay.
+    shown=$(timeout 30 scontrol show job -o "$SLURM_JOB_ID" 2> /dev/null | grep "^JobId=$SLURM_JOB_ID ") || return
+    [[ $shown == *" ArrayJobId=${SLURM_ARRAY_JOB_ID:-none} "* ]] || unset "${!SLURM_ARRAY_@}"
+    [[ $shown == *" Restarts=0 "* ]] && unset SLURM_RESTART_COUNT
+    [[ -z ${SLURM_STEP_ID:-} ]] && return
+    shown=$(timeout 30 scontrol show step -o "$SLURM_JOB_ID.$SLURM_STEP_ID" 2> /dev/null)
+    [[ $shown == *StepId=* ]] || unset SLURM_STEP_ID
+}
+
 choose_site() {  # set CLUSTER
     local known
     if [[ -z ${CLUSTER:-} ]]; then

@@ -29,6 +29,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 43  # the site's files name other
 source Scripts/settings.sh
 export NODE_COUNT=1
 SITE_OPTIONS=()
+forget_other_jobs
 choose_site
 load_settings
 cd "$here" || exit 43

@@ -62,6 +62,10 @@ def test_the_jobs_of_an_array_register_their_parts(tmp_path):
     assert call(*words, "--part", "1/2", PYTHON=python, **numbers).stdout.strip().endswith("--part 1/2")
     done = call(*words, PYTHON=python, **{**numbers, "SLURM_ARRAY_TASK_MIN": "0"})
     assert done.returncode == 43 and "--array=1-N" in done.stderr
+    # The one that joins them may be submitted from one of them, and inherits its variables.
+    python_that(tmp_path / "scontrol", 'echo "JobId=902 JobName=join Restarts=0 BatchFlag=1"')
+    join = {**numbers, "SLURM_ARRAY_JOB_ID": "100", "SLURM_JOB_ID": "902", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert call(*words, PYTHON=python, **join).stdout.strip().endswith("--out out")
 
 
 def test_bad_input_passes_its_exit_code_and_sentence_on(tmp_path):

@@ -293,13 +293,62 @@ def test_ranks_of_one_host_in_a_job_of_several_are_refused(tmp_path):
     (ROOT / f"Logs/train_multi_many-{os.getpid()}.out").unlink()
 
 
-def test_a_shell_that_is_a_task_of_srun_is_refused(tmp_path):
-    command = ["bash", LAUNCHER, "--config", "Config/config_demo.yaml"]
-    environment = {name: value for name, value in os.environ.items() if name != "RANKS"}
-    done = launching.run(command, cwd=ROOT, timeout=60,
-                         env={**environment, "SLURM_JOB_ID": f"task{os.getpid()}", "SLURM_STEP_ID": "0"})
-    assert done.returncode == 43 and f"a task of srun itself (step task{os.getpid()}.0)" in done.stderr
-    assert not (ROOT / f"Logs/train_multi_task{os.getpid()}.out").exists()
+# What sbatch passes on where it is called in a step of an array's task that has been requeued.
+OF_ANOTHER = {"SLURM_ARRAY_JOB_ID": "100", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "0",
+              "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_CPU_BIND_LIST": "0x1"}
+PLAIN = "JobId=$SLURM_JOB_ID JobName=omnimorph UserId=me(1) Requeue=1 Restarts=0 BatchFlag=1"
+TASK = "JobId=$SLURM_JOB_ID ArrayJobId=100 ArrayTaskId=3 JobName=omnimorph Requeue=1 Restarts=1 BatchFlag=1"
+STEP = "StepId=$SLURM_JOB_ID.0 UserId=1"
+
+
+def path_with_slurm(folder, job, step=""):
+    """PATH with an scontrol that says this of the job and its step 0, or does not know what is empty."""
+    (folder / "bin").mkdir()
+    scontrol = f"""case "$2 ${{*: -1}}" in job*) said="{job}" ;; *.0) said="{step}" ;; *) said="" ;; esac
+        if [[ $said ]]; then echo "$said"; else echo "slurm_load_jobs error: Invalid job id specified"; exit 1; fi"""
+    for name, body in (("scontrol", scontrol), ("srun", "exit 1"), ("squeue", "")):
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return f"{folder / 'bin'}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("step, said", [
+    (STEP, "a task of srun itself (step JOB.0)"), ("", "Slurm does not say how many tasks a node has")])
+def test_a_shell_that_is_a_task_of_srun_is_refused(tmp_path, step, said):
+    """A job submitted from such a shell is not, although it inherits the number of the step."""
+    job = f"task{os.getpid()}"
+    log = ROOT / f"Logs/train_multi_{job}.out"
+    environment = {name: value for name, value in launcher_environment(1).items() if name != "RANKS"}
+    done = launching.run(["bash", LAUNCHER, "--config", "Config/config_demo.yaml"], cwd=ROOT, timeout=60, env={
+        **environment, "PATH": path_with_slurm(tmp_path, PLAIN, step), "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"})
+    assert log.exists() == (not step)
+    log.unlink(missing_ok=True)
+    assert done.returncode == 43 and said.replace("JOB", job) in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("job, step, given, kept", [
+    (PLAIN, "", OF_ANOTHER, set()),
+    (TASK, "", OF_ANOTHER, {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT"}),
+    (PLAIN, STEP, OF_ANOTHER, {"SLURM_STEP_ID"}),
+    ("", "", OF_ANOTHER, set(OF_ANOTHER) - {"SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST"}),
+    (PLAIN, "", {"SLURM_CPU_BIND": "cores"}, {"SLURM_CPU_BIND"})], ids=[
+        "another job's", "a task's own", "a step's own", "Slurm does not answer", "a user's"])
+def test_a_job_does_not_take_itself_for_the_one_that_submitted_it(tmp_path, job, step, given, kept):
+    path = path_with_slurm(tmp_path, job, step)
+    done = subprocess.run(["bash", "-uc", "source Scripts/settings.sh; forget_other_jobs; env"], cwd=ROOT, text=True,
+                          capture_output=True, env={"PATH": path, "SLURM_JOB_ID": "901", **given}, timeout=20)
+    found = {line.partition("=")[0] for line in done.stdout.splitlines() if line.startswith("SLURM_")}
+    assert found == {"SLURM_JOB_ID", *kept} and not done.stderr
+
+
+def test_the_launcher_forgets_the_job_that_submitted_it_and_a_users_filters(tmp_path):
+    """Its first call of PYTHON writes down what it would start the ranks with."""
+    job = f"child{os.getpid()}"
+    said = run(tmp_path, 43, call='env > "$FOLDER/env"; exit 1', SLURM_JOB_ID=job, SQUEUE_USERS="me", SLURM_GPUS="8",
+               PATH=path_with_slurm(tmp_path, PLAIN), **OF_ANOTHER)
+    (ROOT / f"Logs/train_multi_{job}.out").unlink()
+    found = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
+    assert "SLURM_JOB_ID" in found and not found & {*OF_ANOTHER, "SQUEUE_USERS", "SLURM_GPUS"}, said
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from Runtime.run_lock import lock
 from Supervisor.attempts import read_lines
 from tests.faults.common import SCALED, ends, final_weights, launch, run_of, steps_done, until, wait
 from tests.slurm.cluster import daemon
+from tests.test_launcher import OF_ANOTHER
 from tests.tiny import ROOT, arguments, launcher_environment, make_data
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -127,16 +128,17 @@ def short(place):
     return reference(place, "undisturbed")
 
 
-def test_sbatch_trains_the_demo(slurm, checkout, tmp_path):
+def test_sbatch_trains_the_demo_also_from_inside_another_job(slurm, checkout, tmp_path):
     make_data(tmp_path, count=44, size=40)
     words = ["--config", "Config/config_demo.yaml", "--allow-tmp"]
     for key, value in {"data.root": tmp_path / "data", "run.models": tmp_path / "Models", "run.logs": tmp_path / "Logs",
                        "data.val_ids": "40-43", "data.repeats": 1, "run.epochs": 1, "run.device": "cpu"}.items():
         words += ["--set", f"{key}={value}"]
-    job = submit(slurm, checkout, words)
+    job = submit(slurm, checkout, words, **OF_ANOTHER)
     until(lambda: is_over(slurm, job), 300)
     text = printed(checkout, job)
     assert state(slurm, job)[0] == "COMPLETED" and "done after 1 rounds" in text, text
+    assert read_lines(tmp_path / "Models/demo_om_net/attempts.jsonl")[0]["job"] == job and "start 2 of" not in text
     assert "4 ranks on n1 n2" in text and newest(tmp_path / "Models/demo_om_net") == "000001_demo_om_net.pth"
     starts = [read_lines(tmp_path / f"Models/demo_om_net/rank{rank}.jsonl")[0] for rank in range(RANKS)]
     assert [line["node"] for line in starts] == ["n1", "n1", "n2", "n2"]
