@@ -83,6 +83,7 @@ def has_settings(run, cfg):
 def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with --fresh"):
     """Take the lock of a run folder, or join it as the second holder if `token` is the lock's.
 
+    A launcher (`pid`) gets back what it already holds: its first `begin` may have died before it could tell the token.
     The lock outlives a crash. A holder on this machine is dead if its process is; a holder in another Slurm job is dead
     if Slurm says so; any other holder on another machine is dead if the lock has not been touched for as long as the
     holder itself set.
@@ -93,7 +94,8 @@ def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with
     path, me = run / "lock.json", _identity(pid or os.getpid())
     while True:
         seen = _read(path)
-        is_ours = seen is not None and seen["token"] == token
+        is_again = pid is not None and me["began"] is not None and seen is not None and seen["holders"][0] == me
+        is_ours = seen is not None and seen["token"] == token or is_again
         holder = _living_holder(seen, run) if seen and not is_ours else None
         if holder:
             raise (TakenOver if token else InputError)(

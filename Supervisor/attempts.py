@@ -275,11 +275,17 @@ def launcher_begin(argv):
     args = parser.parse_known_args(argv)[0]
     floor, patience = cfg["run.deadline_floor_s"], cfg["run.patience_s"]
     run, token, requeued = take_folder(cfg, args.fresh, args.launcher_pid)
-    step, nodes, tasks = patiently(lambda: share_out(run, cfg, args.nodes, args.tasks, args.of), patience, run)
-    lines = patiently(lambda: history(run), patience, run)
-    ends = [line for line in lines if line["event"] == "end" and line["loop"] == token]
-    step_back = pending_step_back(run, ends)
-    attempt = patiently(lambda: begin(run, token, nodes * tasks), patience, run)
+    try:
+        step, nodes, tasks = patiently(lambda: share_out(run, cfg, args.nodes, args.tasks, args.of), patience, run)
+        lines = patiently(lambda: history(run), patience, run)
+        ends = [line for line in lines if line["event"] == "end" and line["loop"] == token]
+        step_back = pending_step_back(run, ends)
+        attempt = patiently(lambda: begin(run, token, nodes * tasks), patience, run)
+    except BaseException:
+        if "OMNIMORPH_TOKEN" not in os.environ:  # nobody learns the token, so nobody else could unlock the folder
+            with contextlib.suppress(OSError):
+                unlock(run, token)
+        raise
     variables = {"OMNIMORPH_RUN": str(run), "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,
                  "OMNIMORPH_STEP": json.dumps(step), "NODE_COUNT": nodes, "TASKS_PER_NODE": tasks,
                  "RANKS": nodes * tasks, "OMNIMORPH_ATTEMPT": attempt, "OMNIMORPH_ROUND": len(ends) + requeued,

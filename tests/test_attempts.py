@@ -18,6 +18,7 @@ from Report.run_logs import read_run
 from Runtime.errors import InputError
 from Runtime.files import append_line
 from Runtime.manifest import durable_step
+from Runtime.run_lock import lock
 from Supervisor import attempts
 from Supervisor.attempts import begin, end, history, share_out
 from tests import launching
@@ -313,7 +314,7 @@ def test_rounds_through_the_command_line(tmp_path):
     names = ("ROUND_SECONDS", "LEAVE_AFTER", "MAX_ROUNDS", "PAUSE_CRASH", "GRACE")
     assert [found[name] for name in names] == ["5400", "5100", "500", "10.0", "5"]
     mine = own(found)
-    other = call(*begin_words(folder))
+    other = call(*begin_words(folder), "--launcher-pid", os.getppid())
     assert other.returncode == 43 and f"error: {run} is in use by process {os.getpid()}" in other.stderr
     assert other.stdout == "" and len(history(run)) == 1
     for attempt in (0, 1):
@@ -430,6 +431,14 @@ def test_a_first_launch_with_ranks_that_cannot_share_its_batch_is_refused(tmp_pa
     done = call(*begin_words(tmp_path, data__global_batchsize=6), "--tasks", 2)
     assert done.returncode == 43 and "data.global_batchsize 6 is not a multiple of data.batchsize 2 x 2" in done.stderr
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "Models/demo_om_net/lock.json").exists(), "on another host it would be in the way"
+
+
+def test_a_launcher_whose_first_begin_died_after_it_locked_the_folder_gets_it(tmp_path):
+    run = tmp_path / "Models/demo_om_net"
+    run.mkdir(parents=True)
+    token = lock(run, 60, pid=os.getpid())
+    assert taken(call(*begin_words(tmp_path)).stdout)["OMNIMORPH_TOKEN"] == token
 
 
 def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_path):
