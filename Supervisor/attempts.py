@@ -77,7 +77,7 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
     if back:  # before the line: if this dies in between, the attempt is judged again
         patiently(lambda: trust_again(run, back["sentence"]), patience_s, run / "manifest.json")
     patiently(lambda: append_line(run / "attempts.jsonl", line), patience_s, run / "attempts.jsonl")
-    if line["verdict"]["dead"]:
+    if line["verdict"]["dead"] or line["decision"] == "stop":  # the launcher names this file when it stops
         path = run / "verdict.json"
         content = json.dumps({**line["verdict"], "next": line["next"], "sentence": line["sentence"],
                               "check_nodes": is_suspect(history(run), line["verdict"])}, indent=1)

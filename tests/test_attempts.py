@@ -169,8 +169,9 @@ def test_planned_restarts_go_on_while_there_is_progress(tmp_path):
     for step in (1, 2, 3, 3, 3):
         durable(tmp_path, step)
         decisions.append(restart(tmp_path))
+        assert (tmp_path / "verdict.json").exists() == (decisions[-1] == "stop"), "the launcher then names this file"
     assert decisions == ["restart"] * 4 + ["stop"]
-    assert not (tmp_path / "verdict.json").exists()
+    assert "Stopped: 3 planned restarts in a row at step 3." in (tmp_path / "verdict.json").read_text()
     assert history(tmp_path)[-3]["sentence"] == "attempt 3: planned restart (asked by a signal). Continues from step 3."
 
 
