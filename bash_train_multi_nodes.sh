@@ -41,6 +41,7 @@
 #
 # Paths are relative to the repository's folder; --config and --init-from may also be relative to the current one.
 set -u
+unset CDPATH PYTHONSAFEPATH  # a user's: cd would go elsewhere, and Python would not find our modules
 if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then  # below, an empty array is an unset variable
     echo "error: bash $BASH_VERSION is too old, 4.4 or newer is needed: load a newer one, or start it by its path" >&2
     exit 43

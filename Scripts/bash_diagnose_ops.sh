@@ -17,6 +17,7 @@
 #
 # Exit code: 0 nothing grows, 1 something grows with every iteration, 43 this cannot run.
 set -u
+unset CDPATH PYTHONSAFEPATH  # a user's: cd would go elsewhere, and Python would not find our modules
 
 root=$(dirname "${BASH_SOURCE[0]}")/..
 [[ -f $root/Scripts/site.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}  # sbatch runs a copy of this file

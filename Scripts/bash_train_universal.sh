@@ -24,6 +24,7 @@
 #
 # Exit code: 0 done, 43 this command cannot run, else that of the command that failed.
 set -u
+unset CDPATH PYTHONSAFEPATH  # a user's: cd would go elsewhere, and Python would not find our modules
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 stop() { echo "error: $1" >&2; exit 43; }
 

@@ -89,6 +89,23 @@ def test_options_of_the_site_reach_the_scripts_too(tmp_path):
     assert done.returncode == 43 and "steps of rank 0" not in done.stdout
 
 
+@pytest.mark.parametrize("script", [ROOT / "bash_train_multi_nodes.sh", *sorted((ROOT / "Scripts").glob("bash_*.sh"))],
+                         ids=lambda script: script.name)
+def test_no_script_works_in_another_clone_because_of_a_users_cdpath(tmp_path, script):
+    """Nor does PYTHONSAFEPATH hide the modules from it. A stand-in for Python says where it is and what it is given."""
+    python, clones = tmp_path / "python", tmp_path / "clones"
+    python.write_text(f"#!/bin/bash\necho \"$PWD: $* ${{PYTHONSAFEPATH-}}\" >> {tmp_path}/told\n"
+                      "[[ $* == *safetensors ]] || exit 43\n")
+    python.chmod(0o755)
+    (clones / ROOT.name / "Scripts").mkdir(parents=True)
+    words = {"bash_infer.sh": ["prepare"], "bash_train_universal.sh": ["--folder", tmp_path]}.get(script.name, [])
+    environment = launcher_environment(1, PYTHON=str(python), STRATB=str(tmp_path), SMOKE_LOGS=str(tmp_path),
+                                       CDPATH=str(clones), PYTHONSAFEPATH="hidden")
+    done = launching.run(["bash", script.relative_to(ROOT.parent), *words], cwd=ROOT.parent, env=environment)
+    told = (tmp_path / "told").read_text()
+    assert done.returncode == 43 and str(ROOT) in told and "clones" not in told and "hidden" not in told, done.stderr
+
+
 @pytest.mark.parametrize("site", ["gilbreth", "torch-hpc"])
 def test_nccl_on_one_node_and_on_several(site):
     one, several = settings(site, 1, ""), settings(site, 2, "")
