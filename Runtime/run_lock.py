@@ -155,13 +155,12 @@ def held_results(folder, instead="name another --out"):
         unlock(folder, token)
 
 
-def require_free(folder):
+def require_free(folder, instead="name another --out"):
     """Raise InputError as `lock` does if a living process holds a folder, without taking it."""
     content = _read(folder / "lock.json")
     holder = content and patiently(lambda: _living_holder(content, folder), 120, folder)
     if holder:
-        raise InputError(f"{folder} is in use by {_describe(content, holder)}: let it finish or stop it, or name "
-                         "another --out.")
+        raise InputError(f"{folder} is in use by {_describe(content, holder)}: let it finish or stop it, or {instead}.")
 
 
 def assert_held(run):

@@ -41,7 +41,7 @@ from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
 from Runtime.errors import DONE, InputError, parse_options, run_program  # noqa: E402
 from Runtime.files import write_file  # noqa: E402
-from Runtime.run_lock import run_folder  # noqa: E402
+from Runtime.run_lock import generations, require_free, run_folder  # noqa: E402
 
 CONFIG = "Config/config_demo.yaml"
 TRAIN, VALIDATION = range(0, 40), range(900, 908)
@@ -160,6 +160,8 @@ def run(args):
     """Run the command line. Returns the exit code."""
     started = time.time()
     cfg = load_config(ROOT / CONFIG, args.overrides)
+    for folder in generations(cfg).values():
+        require_free(folder, "call this in another folder")
     shutil.rmtree(FOLDER, ignore_errors=True)
     write_dataset(FOLDER / "data", [*TRAIN, *VALIDATION], cfg["data.img_size"])
     write_dataset(FOLDER / "held_out", HELD_OUT, cfg["data.img_size"])

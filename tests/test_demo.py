@@ -2,6 +2,11 @@
 import json
 import sys
 
+import pytest
+
+from Runtime.errors import InputError
+from Runtime.run_lock import lock
+from Scripts import demo
 from tests import launching
 from tests.tiny import ROOT
 
@@ -26,3 +31,13 @@ def test_demo_ends_in_json_and_a_report(tmp_path):
     assert "http://" not in page and "https://" not in page
     again = launching.run([*command, "--set", "data.expect_samples=99"], cwd=tmp_path)
     assert again.returncode == 43 and "data.expect_samples" in again.stderr and "Traceback" not in again.stderr
+
+
+def test_a_second_demo_does_not_delete_the_first_while_it_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "Logs/demo/Models/demo_om_net"
+    run.mkdir(parents=True)
+    lock(run, 60)
+    with pytest.raises(InputError, match=r"in use by process \d+ on .* or call this in another folder\.$"):
+        demo.run(demo.parse_arguments(["--set", "data.expect_samples=99"]))
+    assert (run / "lock.json").exists()
