@@ -6,6 +6,7 @@ stopped may wake up after another launch has taken over the folder, and must no 
 """
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -47,11 +48,15 @@ def run_folder(cfg, fresh=False):
     fresh: begin the next generation instead of continuing one. Among several generations this picks the newest one
     trained with these settings, else the newest of all, and prints which. Returns: Path.
     """
-    folders = generations(cfg)
+    folders, models = generations(cfg), Path(cfg["run.models"])
     if fresh or not folders:
-        number = max(folders, default=0) + 1
-        name = f"{cfg['data.name']}_{cfg['model.name']}" + f"-{number}" * (number > 1)
-        folders = {number: Path(cfg["run.models"], name)}
+        models.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(max(folders, default=0) + 1):
+            run = models / (f"{cfg['data.name']}_{cfg['model.name']}" + f"-{number}" * (number > 1))
+            with contextlib.suppress(FileExistsError):  # another --fresh was faster, or NFS has listed an old state
+                run.mkdir(exist_ok=not fresh)
+                break
+        folders = {number: run}
     newest, *others = folders.values()
     run = newest
     if others and not has_settings(newest, cfg):

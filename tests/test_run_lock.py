@@ -410,6 +410,14 @@ def test_runs_continue_the_newest_generation_and_fresh_makes_the_next(tmp_path):
     assert run_folder({**cfg, "data.name": "brain."}).name == "brain._net"
 
 
+def test_two_fresh_runs_that_begin_at_the_same_moment_get_two_folders(tmp_path, monkeypatch):
+    """Such as two tasks of an array: both have listed the folder before either has made its own."""
+    cfg = {"run.models": tmp_path / "new", "data.name": "brain", "model.name": "net"}
+    monkeypatch.setattr(run_lock, "listed", lambda folder: [])
+    assert [run_folder(cfg).name, run_folder(cfg).name] == ["brain_net"] * 2, "the lock decides who continues it"
+    assert [run_folder(cfg, fresh=True).name, run_folder(cfg, fresh=True).name] == ["brain_net-2", "brain_net-3"]
+
+
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
 def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatch, number):
     """Else --fresh would continue the first run, whose folder is there, and a requeued job would start a new one."""
