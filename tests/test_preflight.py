@@ -422,11 +422,13 @@ def test_settings_leave_out_what_is_a_nodes_own(tmp_path):
     assert found["ok"] and sorted(found["settings"]) == ["FI_PROVIDER", "NCCL_DEBUG", "PYTHONPATH"]
 
 
-def test_a_folder_of_several_nodes(tmp_path):
-    """Two nodes, one after the other in this process: the second finds the mark of the first."""
+def test_a_folder_of_several_nodes(tmp_path, monkeypatch):
+    """Two nodes, one after the other in this process: the second finds the mark of the first. TMPDIR is there too."""
+    monkeypatch.setattr(checks, "NODE_LOCAL", ("/dev/shm",))  # tmp_path may be under /tmp
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     alone = checks.check_folder(context(tmp_path), print)
     assert alone["ok"] and alone["sees"] == ["n1"] and not alone["said"].endswith("seen by all nodes")
-    both = {"nodes": ["n1", "n2"], "allow_tmp": True, "ends": time.monotonic()}
+    both = {"nodes": ["n1", "n2"], "ends": time.monotonic()}
     first = checks.check_folder(context(tmp_path, **both, node="n1"), print)
     assert (first["ok"], first["sees"]) == (False, ["n1"]) and "files of n2 in run.models" in first["said"]
     second = checks.check_folder(context(tmp_path, **both, node="n2"), print)
@@ -434,7 +436,7 @@ def test_a_folder_of_several_nodes(tmp_path):
     for node in ("n1", "n2"):
         checks.clean_folders(context(tmp_path, node=node))
     assert not list((tmp_path / "Models").iterdir()) and not list((tmp_path / "Logs").iterdir())
-    refused = checks.check_folder(context(Path("/dev/shm/x"), **{**both, "allow_tmp": False}), print)
+    refused = checks.check_folder(context(Path("/dev/shm/x"), **both), print)
     assert not refused["ok"] and "is under /dev/shm" in refused["said"] and not Path("/dev/shm/x").exists()
 
 

@@ -295,10 +295,9 @@ def write_and_read_back(path, text):
         raise OSError(f"{path} reads back differently after a rename")
 
 
-def node_local(path, variables):
-    """The node-local folder in which `path` is, or ""."""
-    folders = [*NODE_LOCAL, *filter(None, [variables.get("TMPDIR")])]
-    return next((folder for folder in folders if path.resolve().is_relative_to(Path(folder).resolve())), "")
+def node_local(path):
+    """The node-local folder in which `path` is, or "". TMPDIR may be on a shared disk, so the nodes find that out."""
+    return next((folder for folder in NODE_LOCAL if path.resolve().is_relative_to(Path(folder).resolve())), "")
 
 
 def check_folder(context, at):
@@ -306,7 +305,7 @@ def check_folder(context, at):
     cfg, nodes, variables, notes = context["cfg"], context["nodes"], context["variables"], []
     keys = {key: marker_folder(cfg, key, variables) for key in ("run.models", "run.logs")}
     for key, folder in keys.items():
-        if (place := node_local(Path(cfg[key]), variables)) and len(nodes) > 1:
+        if (place := node_local(Path(cfg[key]))) and len(nodes) > 1:
             if not context["allow_tmp"]:
                 return failed(f"{key} {cfg[key]} is under {place}, of which each node has its own",
                               f"set {key} to a folder that all nodes share, or start with --allow-tmp")

@@ -1,6 +1,5 @@
 """The preflight in real allocations: within a minute each wrong setting is named, and a healthy allocation passes."""
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -33,7 +32,7 @@ HEALTHY = {"n1": 2, "n2": 2}
 def shared():
     """A folder that is not under /tmp."""
     parent = ROOT / "Logs"
-    if node_local(parent, os.environ):
+    if node_local(parent):
         parent = Path.home()
     parent.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="preflight-test-", dir=parent))
