@@ -62,6 +62,7 @@ done
 export NODE_COUNT=1
 # shellcheck source=/dev/null
 source Scripts/settings.sh
+forget_other_jobs
 choose_site
 load_settings
 ladder=("${INTERPRETER[@]}" Scripts/smoke/ladder.py "${options[@]}")
@@ -146,6 +147,7 @@ run_srun() {  # 04 on all nodes of this allocation
         address=$(scontrol show node -o "$first" | grep -oE 'NodeAddr=[^ ]+' | cut -d= -f2)
     fi
     unset RANK LOCAL_RANK WORLD_SIZE  # ranks are Slurm's
+    unset SLURM_LABELIO SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_GPUS  # see bash_train_multi_nodes.sh
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
     if ! host=$(timeout --kill-after=10 120 srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" \
         "${ladder[@]}" --host 2> "$folder/04.srun.log" < /dev/null); then

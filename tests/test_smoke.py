@@ -22,13 +22,14 @@ gpu06:4015539:4015652 [0] NCCL INFO Channel 00/0 : 3[1] -> 2[0] via P2P/CUMEM
 """
 
 
-def climb(folder, *words, python=sys.executable, device="cpu"):
-    """The script as a person calls it, in the environment of no job. Returns what it has printed, and its exit code."""
+def climb(folder, *words, python=sys.executable, device="cpu", where=("--no-slurm",), **variables):
+    """The script as a person calls it, in the environment of no job but for `variables`. Returns what it has printed,
+    and its exit code."""
     environment = {name: value for name, value in os.environ.items()
                    if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE") and not name.startswith(("SLURM_", "SMOKE_"))}
-    environment.update(OMP_NUM_THREADS="1", PYTHON=str(python), SMOKE_LOGS=str(folder))
+    environment.update(OMP_NUM_THREADS="1", PYTHON=str(python), SMOKE_LOGS=str(folder), **variables)
     command = ["bash", str(ROOT / "Scripts/bash_smoke.sh"), "--device", device, "--scale", "0.02", "--steps", "8",
-               "--seconds", "120", "--no-slurm", *words]
+               "--seconds", "120", *where, *words]
     ended = launching.run(command, env=environment, timeout=600)
     return ended.stdout + ended.stderr, ended.returncode
 
@@ -119,6 +120,21 @@ def test_error_of_a_rank_is_told_with_the_end_of_its_log(tmp_path):
     assert code == 1
     assert "FAILED 02 rank " in printed and "appears not to match" in printed.partition("FAILED 02 rank ")[2]
     assert "rank1.log ends:" in printed
+
+
+def test_srun_gets_neither_all_devices_of_the_job_nor_what_a_user_has_set_for_its_output(tmp_path):
+    """Of sbatch --gpus, and each srun would ask for all of them."""
+    for name, body in {"srun": f"env > {tmp_path}/told; echo no task >&2; exit 1", "python": "echo cpu 1 29500",
+                       "scontrol": '[[ "$*" != "show hostnames"* ]] || echo n1'}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"SLURM_GPUS": "4", "SLURM_LABELIO": "1", "SLURM_CPU_BIND": "quiet", "SLURM_CPU_BIND_TYPE": "none"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    printed, code = climb(tmp_path, "--only", "04", python=tmp_path / "python", where=(), **job, **given,
+                          PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert code == 1 and "FAILED 04 srun cannot run a task on n1: no task" in printed
+    told = {line.partition("=")[0] for line in (tmp_path / "told").read_text().splitlines()}
+    assert set(job) <= told and not told & set(given)
 
 
 @pytest.mark.slow
