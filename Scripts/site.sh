@@ -11,6 +11,8 @@
 stop() { echo "error: $1" >&2; exit 43; }
 count_ranks() {  # RANKS: by default one for each device that torch sees, on a CPU one; they share the cores
     RANKS=${RANKS:-$("${INTERPRETER[@]}" -c "import torch; print(max(torch.accelerator.device_count(), 1))")}
+    [[ -n $RANKS ]] || stop "torch cannot count the devices, see above: set PYTHON to a Python that has torch."
+    [[ $RANKS =~ ^[1-9][0-9]*$ ]] || stop "RANKS=$RANKS: give the number of processes on this host, at least 1."
     export OMP_NUM_THREADS=$((OMP_NUM_THREADS > RANKS ? OMP_NUM_THREADS / RANKS : 1))
 }
 conclude() {  # command of a diagnosis: run it and exit with its code, but with 43 if it ended before its verdict

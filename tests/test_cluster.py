@@ -106,6 +106,14 @@ def test_no_script_works_in_another_clone_because_of_a_users_cdpath(tmp_path, sc
     assert done.returncode == 43 and str(ROOT) in told and "clones" not in told and "hidden" not in told, done.stderr
 
 
+@pytest.mark.parametrize("ranks, said", [("", "torch cannot count the devices"), ("0", "RANKS=0: give the number"),
+                                         ("two", "RANKS=two: give the number")])
+def test_a_script_that_does_not_know_its_number_of_ranks_says_so_in_one_sentence(ranks, said):
+    done = launching.run(["bash", ROOT / "Scripts/bash_diagnose_leak.sh"], timeout=60,
+                         env=launcher_environment(ranks, PYTHON="false"))
+    assert done.returncode == 43 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("site", ["gilbreth", "torch-hpc"])
 def test_nccl_on_one_node_and_on_several(site):
     one, several = settings(site, 1, ""), settings(site, 2, "")
