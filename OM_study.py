@@ -22,6 +22,7 @@ from Runtime import __version__  # first: an outdated Python stops here with one
 import argparse
 import importlib
 import math
+import os
 import sys
 
 from Inference.choices import LABELS, SIMILARITIES
@@ -137,6 +138,7 @@ def run(args):
     wrong = next((name for name, number in least.items() if not number <= getattr(args, name, number) < math.inf), None)
     if wrong:
         raise InputError(f"--{wrong} {getattr(args, wrong)}: it must be a number of {least[wrong]} or more.")
+    require_apart(args)
     home = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." if installed
     file = "atlases" if args.task == "segment" else args.task
     module = importlib.import_module(f"{home}Study.{file}")  # only now: importing torch takes seconds
@@ -148,6 +150,17 @@ def run(args):
     elif hasattr(args, "bids"):
         bids.drop_copies(args.out)
     return code
+
+
+def require_apart(args):
+    """Raise InputError if the results would lie among the volumes: a later run would take them for volumes too."""
+    folders = [*getattr(args, "images", []), *getattr(args, "scans", []), getattr(args, "atlases", None)]
+    inner = {"segment": "atlases", "template": "subjects"}.get(args.task, "")  # where it writes volumes of each of them
+    taken = [os.path.realpath(os.path.join(args.out, name)) for name in ("", inner)]
+    for path in filter(None, folders):
+        if os.path.realpath(path) in taken:
+            raise InputError(f"{path}: it is a folder of images, and a later run would take the results in it for "
+                             "images; choose another --out.")
 
 
 def main(argv=None):
