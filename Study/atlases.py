@@ -19,7 +19,7 @@ from Diffusion.metrics import average, dice
 from Inference.bids import require_own_bids, require_own_names
 from Inference.labels import apply_label, vote
 from Inference.outputs import grid_header, write_warped
-from Inference.results import do_all, kept_rows, read_results, require_apart, source_digests
+from Inference.results import do_all, kept_rows, read_results, source_digests
 from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
@@ -48,6 +48,10 @@ def segment(args):
                 "affine": args.affine, "labels": args.labels}
     options = {"similarity": args.similarity, "affine": args.affine, "device": pick_device(args.device).type}
     with common.locked(args.out, "segment") as out:
+        common.claim(out, "segment", [
+            "segment.html", "labels.tsv", "ranking/results.json", "atlases/results.json",
+            *(f"{item['id']}/{name}" for item in images for name in (LABEL, DOUBT))],
+            [item[key] for item in atlases + images for key in ("image", "label")])
         done = kept_images(images, voting, settings, out, args.again, args.keep)
         waiting = [item for item in images if item["id"] not in done]
         starts = rank_all(waiting, voting, options, settings, out, args)
@@ -61,7 +65,7 @@ def segment(args):
         code = common.end(out, rows, failed, settings, page, args.strict, {**summary, "atlases": len(atlases)})
         if not args.keep:
             again = tuple(f"_to_{entry['name']}" for entry in failed)  # once mended, they need no registering
-            for path in (out / "atlases").glob("*/warped*.nii.gz"):
+            for path in (out / "atlases").glob("*_to_*/warped*.nii.gz"):
                 if not path.parent.name.endswith(again):
                     path.unlink()
         return code
@@ -204,7 +208,6 @@ def carry(out, starts, options, labels, pair, folder, earlier):
 def join_labels(out, join, voting, carried, entry, folder, earlier):
     """Join the labels of the atlases for one image, write label and doubt, and return the row."""
     of_it, dims = voting[entry["name"]], dims_of(entry["image"])
-    require_apart(folder, [entry[key] for key in entry if key != "name"])
     found = {atlas["id"]: carried.get(f"{atlas['id']}_to_{entry['name']}") for atlas in of_it["atlases"]}
     reasons = {name: row if isinstance(row, str) else row["reason"] for name, row in found.items()
                if isinstance(row, str) or row["verdict"] == "failed"}

@@ -1,6 +1,7 @@
 """Shared by all programs on a study: its volumes, its folder of results, its table and the end of a run."""
 import contextlib
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -17,7 +18,7 @@ from Dataloader.datalist import (
 )
 from Inference.outputs import make_folder, scores_of
 from Inference.registration import register
-from Inference.results import file_digests, require_own, write_results
+from Inference.results import file_digests, read_results, require_own, write_results
 from Report.page import cards_html, findings_html, write_page
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
@@ -79,6 +80,26 @@ def locked(path, program):
     with run_lock.held_results(path):
         require_own(path, program=program)
         yield path
+
+
+def claim(out, program, names, inputs=()):
+    """Before the first result is written: make sure that no result takes the place of a file of the user's.
+
+    out: Path of a folder that this process has locked. names: of the files that the program will write there, relative
+    to `out`. inputs: paths of the files that it will read; None is skipped.
+    Raises InputError if one of these files exists without results of an earlier run, or is among the inputs.
+    """
+    is_new = not read_results(out)["version"]
+    for name in names if is_new else ():
+        if os.path.lexists(out / name) and not os.path.isdir(out / name):  # no file replaces a folder
+            raise InputError(f"{out / name}: it is not of an earlier run into {out}, and a result would replace it; "
+                             "choose another --out.")
+    written = {as_stored(os.path.realpath(out / name)) for name in names}
+    for path in filter(None, inputs):
+        if as_stored(os.path.realpath(path)) in written:
+            raise InputError(f"{path}: a result with the same name would overwrite this input; choose another --out.")
+    if is_new:  # a run that is killed before its first row leaves files of its own
+        write_results(out, [], [], {"program": program}, complete=False)
 
 
 def aligned(fixed, moving, **options):

@@ -26,7 +26,7 @@ from Inference.verdict import VERDICTS, judge
 from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
-from Study.common import aligned, end, finished_row, locked, volumes_of, write_study_page, write_table
+from Study.common import aligned, claim, end, finished_row, locked, volumes_of, write_study_page, write_table
 from Study.template import LABEL, in_voxels, log_matrix, logarithm
 from Study.thumbnails import gallery_html, thumbnail
 
@@ -45,6 +45,9 @@ def jacobian(args):
     settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity}
     with locked(args.out, "jacobian") as out:
         tasks, function, failed, verdicts = of_scans(out, args) if args.scans else of_results(out, args)
+        claim(out, "jacobian", ["jacobian.html", "jacobian.tsv", *(
+            f"{entry['name']}/{name}" for entry, _ in tasks for name in (WHOLE, LOCAL, MIDDLE))],
+            [entry[key] for entry, _ in tasks for key in entry if key != "name"])
         rows, more = do_all(out, tasks, function, settings, args.workers, "mapping", "subject", args.again)
         rows = [{**row, **verdicts.get(row["name"], {})} for row in rows]
         page = write_maps_page(out, rows, failed + more, args)

@@ -17,7 +17,7 @@ from Inference.verdict import FOLDED_PERCENT, OUTLIER, VERDICTS, judge_list, spr
 from Report.page import table_html
 from Runtime.errors import InputError
 from Runtime.files import write_file
-from Study.common import end, finished_row, locked, write_study_page, write_table
+from Study.common import claim, end, finished_row, locked, write_study_page, write_table
 from Study.thumbnails import gallery_html, thumbnail
 
 BAD_SIDE = {"similarity": -1, "dice": -1, "tre_mm": 1, "folding_body_percent": 1, "sdlogj": 1, "covered_percent": -1,
@@ -32,6 +32,7 @@ def qc(args):
     """`omnimorph qc`; returns the exit code."""
     rows, failed = all_rows(args.results)
     with locked(args.out, "qc") as out:
+        claim(out, "qc", ["qc.html", "qc.tsv", *(f"thumbnails/{picture_of(row['name'])}" for row in rows)])
         settings = {"program": "qc"}
         tasks = [(entry_of(row), out / "thumbnails") for row in rows]
         draw = functools.partial(draw_row, str(out), {row["name"]: row for row in rows})
@@ -114,9 +115,13 @@ def draw_row(out, rows, entry, folder, earlier):
     else:
         raise InputError(f"{row['folder']}: it has neither a warped volume nor a label map; compute these results "
                          "again.")
-    path = folder / f"{entry['name'].replace('/', '%2F')}.png"
+    path = folder / picture_of(entry["name"])
     write_file(path, thumbnail(image, affine, outlines, heat))
     return finished_row({**numbers_of(row), "folder": str(folder), "picture": path.name}, out, [path])
+
+
+def picture_of(name):
+    return f"{name.replace('/', '%2F')}.png"
 
 
 def numbers_of(row):

@@ -72,6 +72,12 @@ def template(args):
     if args.start:
         read_source(str(args.start), "start")  # refuses it before anything is dropped
     with common.locked(args.out, "template") as out:
+        of_each = ("field.nii.gz", "warped.nii.gz", "warped_label.nii.gz")
+        common.claim(out, "template", [
+            TEMPLATE, LABEL, "template.html", "subjects.tsv", "convergence.json",
+            *(f"round_{number}/{name}" for number in range(args.rounds + 1) for name in ("results.json", TEMPLATE)),
+            *(f"subjects/{item['id']}/{name}" for item in items for name in of_each)],
+            [item[key] for item in items for key in ("image", "label")])
         earlier = None if args.again else finished_earlier(items, settings, out)
         rows, failed, history = earlier or build(items, options, settings, out, args)
         page = write_template_page(out, rows, failed, history, args)

@@ -12,7 +12,9 @@ from Dataloader.nifti import open_nifti, write_volume
 from Dataloader.synthetic import make_subject
 from Inference.results import read_results
 from Runtime import memory
+from Runtime.errors import InputError
 from Study import motion
+from Study.common import claim
 from Study.motion import displacement, parameters_of
 from Study.qc import outlier_of
 from tests.test_jacobian import table, texture
@@ -141,6 +143,31 @@ def test_the_results_of_another_program_are_not_overwritten(tmp_path, words, cap
     assert run(*words.format(tmp_path).split(), "--out", tmp_path / "reg") == 43
     assert "it has results of another program, which would be lost" in capsys.readouterr().err
     assert (tmp_path / "reg/results.json").read_bytes() == before and not (tmp_path / "reg/lock.json").exists()
+
+
+@pytest.mark.parametrize("words, name", [
+    ("qc --results {0}/reg", "thumbnails/s_001.png"), ("motion --series {0}/bold.nii.gz", "reference.nii.gz"),
+    ("jacobian --scans {0}/fixed.nii.gz {0}/reg/all/warped.nii.gz", "warped/middle.nii.gz"),
+    ("template --images {0}/fixed.nii.gz {0}/reg/all/warped.nii.gz", "template.nii.gz"),
+    ("segment --atlases {0} --images {0}/fixed.nii.gz", "fixed/label.nii.gz")])
+def test_a_file_of_the_users_is_not_replaced_by_a_result_of_that_name(tmp_path, words, name, capsys):
+    write_results(tmp_path, 2, (10, 11, 9))
+    write_volume(tmp_path / "bold.nii.gz", np.random.default_rng(0).random((5, 5, 5, 2), np.float32), AFFINE)
+    theirs = tmp_path / "out" / name
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"theirs")
+    assert run(*words.format(tmp_path).split(), "--out", tmp_path / "out") == 43
+    assert f"{theirs}: it is not of an earlier run into {tmp_path / 'out'}" in capsys.readouterr().err
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [theirs]
+    assert theirs.read_bytes() == b"theirs"
+
+
+def test_what_a_killed_run_has_left_may_be_replaced_unless_it_is_an_input(tmp_path):
+    for _ in range(2):
+        claim(tmp_path, "motion", ["reference.nii.gz"], [tmp_path / "bold.nii.gz", None])
+        (tmp_path / "reference.nii.gz").touch()
+    with pytest.raises(InputError, match="reference.nii.gz: a result with the same name would overwrite this input"):
+        claim(tmp_path, "motion", ["reference.nii.gz"], [tmp_path / "reference.nii.gz"])
 
 
 def test_no_results_are_refused(tmp_path, capsys):

@@ -315,12 +315,14 @@ def test_an_image_that_failed_in_joining_is_only_joined_by_the_next_run(joined, 
     write_volume(place / "new/s_2_dseg.nii.gz", make_subject(2, (16, 17), dims=2)["label"].astype(np.uint8), AFFINE)
     shutil.move(place / "new/s_2.nii.gz", place / "stored.nii.gz")
     (place / "new/s_2.nii.gz").symlink_to(place / "stored.nii.gz")
+    (place / "out/atlases/of_mine").mkdir()
+    (place / "out/atlases/of_mine/warped.nii.gz").touch()
     assert join_in(place) == 0
     printed = capsys.readouterr().err
     assert "out: keeping 1 of 2 images" in printed and "out/atlases: keeping 1 of 1 pairs" in printed
     rows = json.loads((place / "out/results.json").read_text())["pairs"]
     assert [row["image"] for row in rows] == [str(place / f"new/s_{number}.nii.gz") for number in (1, 2)]
-    assert not warped_in(place)
+    assert warped_in(place) == {"of_mine"}
 
 
 def test_registered_atlases_that_are_to_be_kept_are_made_again_where_they_are_gone(joined, tmp_path, capsys):
