@@ -107,14 +107,14 @@ def map_subject(out, smooth_mm, rows, entry, folder, earlier):
         labels, own = read_label(entry["labels"], dims)
         require_same_grid(f"{entry['labels']}: the label map", labels.shape, own, entry["fixed"], grid.shape, affine,
                           "give one on the template's grid")
-    maps, paths = write_maps(folder, maps, affine, smooth_mm)
+    paths = write_maps(folder, maps, affine, smooth_mm)
     row = {"name": entry["name"], "folder": str(folder), "fixed": str(entry["fixed"]),
            "labels": changes_of(labels, maps)}
     return finished_row(row, out, paths)
 
 
 def write_maps(folder, maps, affine, smooth_mm):
-    """Smooth two maps on a grid and write them. Returns: the smoothed maps and the Paths of the files."""
+    """Write two maps on a grid, smoothed; the maps themselves stay as they are. Returns: the Paths of the files."""
     if smooth_mm:
         sigma = smooth_mm / np.linalg.norm(affine[:3, :maps[0].ndim], axis=0)
         maps = [ndimage.gaussian_filter(each, sigma, mode="nearest") for each in maps]
@@ -123,12 +123,13 @@ def write_maps(folder, maps, affine, smooth_mm):
     for path, each in zip(paths, maps):
         path.unlink(missing_ok=True)
         write_volume(path, each, affine)
-    return maps, paths
+    return paths
 
 
 def changes_of(labels, maps, before=None):
     """The change of each label: {its value, as a text: a dict}; {} without labels. labels: on the grid of the maps.
 
+    maps: before any smoothing, which would bring in what lies outside of a label.
     before: determinants, (*size), of the map from the grid to where volumes were before the change; None for 1
     everywhere. A voxel weighs as much as it took up then, so that the mean change is the ratio of a label's two
     volumes. These depend on its border alone: noise of the map inside does not raise the mean.
@@ -192,7 +193,7 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
         require_same_grid(f"{entry['labels']}: the label map", label.shape, own, scans[0].name, scans[0].array.shape,
                           scans[0].affine, "give one of the first scan")
         labels = apply_label(label, own, then_affine(behind, in_voxels(to_scan[0], affine))[0].numpy(), affine)
-    maps, paths = write_maps(folder, maps, affine, smooth_mm)
+    paths = write_maps(folder, maps, affine, smooth_mm)
     write_volume(folder / MIDDLE, 0.5 * sum(in_unit_range(image) for image in seen), affine)
     worst = max(founds, key=lambda found: (VERDICTS.index(found.verdict), -found.similarity))
     verdict, reason = max((worst.verdict, worst.reason), judge({**scores_of(worst), "one_sign": ways[0].one_sign}),
@@ -288,8 +289,8 @@ def write_maps_page(out, rows, failed, args):
     sections = []
     if lines:
         head = [what, "label", "change, %", "without the affine part, %", "voxels"]
-        sections.append(("Labels", table_html(head, lines, "Change of volume. Click on a heading to sort.",
-                                              [None, None, ".2f", ".2f", None])))
+        sections.append(("Labels", table_html(head, lines, "Change of volume, before any smoothing. Click on a "
+                                                          "heading to sort.", [None, None, ".2f", ".2f", None])))
     sections.append(("Maps", f"<p>Red: larger, blue: smaller. The colour is full where the volume is "
                      f"{100 * np.expm1(SHOWN):.0f} % larger or {-100 * np.expm1(-SHOWN):.0f} % smaller.</p>\n"
                      + gallery_html(pictures)))

@@ -98,7 +98,9 @@ def test_maps_and_table_of_known_fields(results, capsys):
     said = capsys.readouterr().err
     assert "keeping 2 of 2 subjects" in said and "grown: doubtful, its similarity is an outlier." in said
     assert (place / "out/jacobian.tsv").read_text() == before
-    assert run("--results", place / "reg", "--smooth", "3", "--out", place / "smooth") == 0
+    words = ("--smooth", "3", "--out", place / "smooth")
+    assert run("--results", place / "reg", "--labels", place / "label.nii.gz", *words) == 0
+    assert (place / "smooth/jacobian.tsv").read_text() == before, "the table is of the maps before the smoothing"
     smoothed = read_numbers(place / "smooth/swollen" / WHOLE)[0]
     assert 0 < smoothed.max() < exact.max() and smoothed.mean() == pytest.approx(exact.mean(), abs=1e-3)
 
