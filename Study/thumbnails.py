@@ -28,9 +28,9 @@ def palette():
 def thumbnail(image, affine, outlines=(), heat=None):
     """The slices through the middle of the outlined part, side by side, or a 2D image: bytes of a PNG.
 
-    image: (D, H, W) or (H, W). affine: 4x4; slices are turned so that the head is up. outlines: list of (label map
-    (*size), number of one of COLOURS, or None: each label in the next colour), drawn one after another. heat: (*size),
-    -1..1, or None; red where it is positive, blue where it is negative.
+    image: (D, H, W) or (H, W). affine: 4x4; slices of a volume have the head up and the patient's right on the left.
+    outlines: list of (label map (*size), number of one of COLOURS, or None: each label in the next colour), drawn one
+    after another. heat: (*size), -1..1, or None; red where it is positive, blue where it is negative.
     """
     volumes = [image, *(label for label, _ in outlines), *([] if heat is None else [heat])]
     turned = [to_canonical(np.asarray(each), affine)[0] for each in volumes]
@@ -44,6 +44,8 @@ def thumbnail(image, affine, outlines=(), heat=None):
     tiles = []
     for axis in range(3) if turned[0].ndim == 3 else [None]:
         planes = [each if axis is None else np.take(each, focus[axis], axis) for each in turned]
+        if axis in (1, 2):  # as radiologists view slices, and as Inference/viewer.py shows them
+            planes = [np.flip(each, 0) for each in planes]
         sides = spacing if axis is None else np.delete(spacing, axis)
         tiles.append(tile(planes, sides, limits, known, heat is not None))
     height = max(len(each) for each in tiles)
@@ -85,4 +87,5 @@ def gallery_html(pictures):
     figures = [f'<figure class="thumb" id="{escape(anchor)}"><img src="data:image/png;base64,'
                f'{base64.b64encode(data).decode()}" alt="{escape(title)}"><figcaption><b>{escape(title)}</b> '
                f"{escape(line)}</figcaption></figure>\n" for anchor, data, title, line in pictures]
-    return f'<div class="thumbs">\n{"".join(figures)}</div>\n'
+    return (f'<div class="thumbs">\n{"".join(figures)}</div>\n'
+            "<p>In coronal and axial slices the patient's right is on the left.</p>\n")

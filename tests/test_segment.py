@@ -1,10 +1,12 @@
 """Labels joined from several atlases: the weights by hand, and the command on files, resumed and with bad ones."""
+import io
 import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy import ndimage
 
 import OM_study
@@ -14,7 +16,7 @@ from Diffusion.metrics import average, dice
 from Runtime import __version__
 from Study.atlases import join_labels, sizes, voters
 from Study.fusion import TRUST, best_shift, by_intensity, count, fuse, is_thick, joint_weights, neighbours
-from Study.thumbnails import COLOURS, GREYS, palette, thumbnail, tile
+from Study.thumbnails import COLOURS, GREYS, gallery_html, palette, thumbnail, tile
 from tests.test_nifti import tilted_affine
 
 SIZE, AFFINE = (18, 20, 16), np.diag([2.0, 2.0, 2.0, 1.0])
@@ -338,6 +340,18 @@ def test_registered_atlases_that_are_to_be_kept_are_made_again_where_they_are_go
 # ---------------------------------------------------------------------------------------------------------------------
 # Pictures
 # ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("signs", [(1, 1, 1), (-1, -1, 1)])
+def test_the_right_side_of_a_volume_is_on_the_left_of_its_slices_however_it_is_stored(signs):
+    image = np.zeros((24, 24, 24), np.float32)
+    image[3:7] = 1  # its left side, in RAS
+    affine = np.diag([*signs, 1.0])
+    picture = np.asarray(Image.open(io.BytesIO(thumbnail(image[::signs[0]], affine))).convert("L"))
+    tiles = [picture[:, 122 * number:122 * number + 120] for number in range(3)]
+    for shown in tiles[1:]:
+        assert (shown[:, 85:100] > 200).all() and not shown[:, :80].any()
+    assert "the patient's right is on the left" in gallery_html([])
+
 
 def test_a_thumbnail_is_a_png_with_outlines_and_doubt():
     image, label = np.linspace(0, 1, 400, dtype=np.float32).reshape(20, 20), np.zeros((20, 20), np.uint8)
