@@ -26,7 +26,7 @@ from Report.page import markdown_table
 from Runtime import checkpoint
 from Runtime.config import modes_of, overridden
 from Runtime.errors import DONE, InputError, parse_options, run_program
-from Runtime.files import partial_path, replace, sha256, write_file, write_flushed
+from Runtime.files import partial_path, replace, require_unedited, sha256, signed, write_file, write_flushed
 from Runtime.manifest import LOST, read_manifest
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
@@ -236,8 +236,8 @@ def export(model, out=None, licence=None, overrides=()):
 
     model: checkpoint, run folder or the published method's weights. out: folder, default hub in the run's folder, or
     beside a checkpoint without a run. licence: of the weights, for the card. overrides: list of "key=value".
-    Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, and if
-    safetensors is not installed.
+    Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, if a
+    CONFIG or PAGE that is not as it was written would be replaced, and if safetensors is not installed.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors files needs a package: pip install safetensors")
@@ -249,15 +249,27 @@ def export(model, out=None, licence=None, overrides=()):
     config = {**state["config"], **{key: cfg[key] for key in overridden(overrides)}}
     config = {key: value for key, value in config.items() if key not in PLACES}
     folder = Path(out or run_of(source) / "hub")
+    require_own(folder)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / EXPORTED
     about = about_run(source, state)
     licence = licence or (PUBLISHED_LICENCE if state.get("published") else UNSTATED)
     digest = write_weights(target, state.get("ema") or state["model"], config, about["commit"], licence)
     page = folder / PAGE
-    write_file(page, card(source.name, net, state, cfg, about, digest, licence))
     write_file(folder / CONFIG, json.dumps(config, indent=1) + "\n")
+    text = card(source.name, net, state, cfg, about, digest, licence)
+    text = f"{text}\n<!-- SHA-256 of {CONFIG}: {sha256(folder / CONFIG)} -->\n"
+    write_file(page, signed(text, "<!-- SHA-256 of all above, by which a later export sees if it was edited: {} -->"))
     return target, page
+
+
+def require_own(folder):
+    """Raise InputError if PAGE or CONFIG in a folder would be replaced and is not as an earlier export wrote it."""
+    page, config = folder / PAGE, folder / CONFIG
+    require_unedited(page)
+    if config.is_file() and not (page.is_file() and sha256(config).encode() in page.read_bytes()):
+        raise InputError(f"{config}: it is not as this program wrote it, and would be replaced; keep it under another "
+                         "name, or choose another --out.")
 
 
 def run(args):

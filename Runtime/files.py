@@ -112,6 +112,22 @@ def write_flushed(path, content):
         os.fsync(file.fileno())
 
 
+def signed(text, line):
+    """A text with one more line, `line` with {} for the SHA-256 of the text, for `require_unedited`."""
+    return f"{text}{line.format(hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest())}\n"
+
+
+def require_unedited(path):
+    """Raise InputError if a file is there that is not as `signed` made it: somebody has edited it, or it is another."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    text, newline, last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
+    if hashlib.sha256(text + newline).hexdigest().encode() not in last:
+        raise InputError(f"{path}: it is not as this program wrote it, and would be replaced; keep it under another "
+                         "name, or choose another --out.")
+
+
 def csv_text(rows, delimiter=","):
     """The text of a table. rows: of values, the first one of column names; None is an empty cell."""
     text = io.StringIO()

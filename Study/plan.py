@@ -23,7 +23,7 @@ from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.config import load_config
 from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError
-from Runtime.files import write_file
+from Runtime.files import require_unedited, signed, write_file
 
 # (most voxels of the grid, config, multiple of the sides, number of steps found to be enough)
 NETWORKS = ((56 * 64 * 56, "config_hippocampus.yaml", 8, 5_000), (112 ** 3, "config_medium.yaml", 16, 20_000),
@@ -38,6 +38,7 @@ ALONE = {"loss": {"dist": 0.0, "ang": 0.0, "regul": 0.0, "contrastive": 0.0}}  #
 
 def plan(args):
     """`omnimorph plan`; returns the exit code."""
+    require_unedited(Path(args.out) / "config.yaml")
     items = list_volumes(args.data, args.subject_pattern)
     seen, bad = look(items)
     if not seen:
@@ -149,7 +150,8 @@ def write_config(out, args, base, size, spacing_mm, volumes, epochs=1):
     content["run"] = {"epochs": epochs}
     text = (f"# Written by `omnimorph plan --data {args.data} --for {args.purpose}`. The keys are explained in "
             f"config_om.yaml; change what you like.\n{yaml.safe_dump(content, sort_keys=False)}")
-    write_file(out / "config.yaml", text)
+    write_file(out / "config.yaml", signed(text, "# SHA-256 of the lines above, by which a later plan knows that you "
+                                                 "have changed none of them: {}"))
 
 
 def dry_run(out, device):

@@ -95,6 +95,25 @@ def test_the_file_says_what_it_is(tmp_path):
     assert found["weights_sha256"] == checkpoint.weights_sha256(weights)
 
 
+@pytest.mark.parametrize("name", ["README.md", "config.json"])
+def test_a_page_or_config_that_was_edited_is_not_replaced(tmp_path, name):
+    run, _ = make_run(tmp_path)
+    for _ in range(2):  # what it has written itself is
+        target, page = OM_export.export(run)
+    path = target.parent / name
+    before = path.read_text()
+    path.write_text(before.replace("om_net", "my_net"))
+    with pytest.raises(InputError, match=f"{name}: it is not as this program wrote it, and would be replaced"):
+        OM_export.export(run, licence="MIT")
+    assert "my_net" in path.read_text() and path.read_text() != before
+    assert "MIT" not in page.read_text() and load_model(target)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / name).write_text("{}")
+    with pytest.raises(InputError, match=name):
+        OM_export.export(run, tmp_path / "theirs")
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == [name]
+
+
 def test_a_launch_that_was_cut_off_and_a_checkpoint_within_a_step_of_an_epoch(tmp_path):
     run, _ = make_run(tmp_path)
     (run / "launches/0001").mkdir()

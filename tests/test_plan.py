@@ -58,6 +58,17 @@ def test_the_config_for_a_pattern_finds_its_volumes(tmp_path):
     assert [item["id"] for item in list_volumes(cfg["data.root"])] == ["s_0", "s_1"] and cfg["data.name"]
 
 
+def test_a_config_that_was_edited_is_not_replaced(tmp_path, capsys):
+    args = argparse.Namespace(data=str(tmp_path / "data"), subject_pattern="", purpose="augment")
+    write_config(tmp_path, args, "config_hippocampus.yaml", [16, 16], 1.0, 2)
+    words, path = ("--data", tmp_path / "none", "--out", tmp_path), tmp_path / "config.yaml"
+    assert run(*words) == 43 and "config.yaml" not in capsys.readouterr().err  # as it was written
+    for edited in (path.read_text().replace("epochs: 1", "epochs: 2"), path.read_text() + "optim: {lr: 0.5}\n", "mine"):
+        path.write_text(edited)
+        assert run(*words) == 43 and f"{path}: it is not as this program wrote it" in capsys.readouterr().err
+        assert path.read_text() == edited
+
+
 def test_a_trial_step_that_runs_out_of_memory_is_one_sentence(tmp_path, monkeypatch):
     cost = {"step_memory_bytes": {"cpu": 2 ** 30}, "free_bytes": 2 ** 34, "fits": False, "step_seconds": None}
     monkeypatch.setattr(plan, "dry_run", lambda *_: cost)
