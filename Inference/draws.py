@@ -3,6 +3,7 @@
 A draw is done if draws.jsonl has its record, the files of its volume are unchanged, and its own files have the sizes
 that were written. settings.json has the settings of all draws; dataset.json lists them for training.
 """
+import contextlib
 import hashlib
 import json
 
@@ -53,17 +54,15 @@ def claim_folder(out, settings, items, whole):
     Raises InputError if the folder holds other things, or draws of other volumes or made with other settings.
     """
     path, log = out / "settings.json", out / "draws.jsonl"
-    records = read_lines(log)
-    if not path.is_file():
+    records, earlier = read_lines(log), {}
+    with contextlib.suppress(OSError, ValueError):
+        earlier = json.loads(path.read_text())
+    if not isinstance(earlier, dict) or not {"seed", "version"} <= earlier.keys():  # other programs have one too
         others = [entry.name for entry in out.iterdir() if entry.name not in (
             "lock.json", ".lock", ".DS_Store", "desktop.ini")]
         if others:
             raise InputError(f"{out} contains other files ({sorted(others)[0]}); name a new folder.")
     elif records:
-        try:
-            earlier = json.loads(path.read_text())
-        except ValueError as error:
-            raise InputError(f"{path}: not valid JSON ({error}); name a new folder.") from error
         for key in settings:
             if earlier.get(key) != settings[key]:
                 raise InputError(f"{out} has draws with {key} {earlier.get(key)}, not {settings[key]}; name a new "

@@ -26,6 +26,7 @@ from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
 from Inference import augment_report, results
 from Inference.augmentation import augment, deform, measure, place, training_grid
+from Inference.draws import claim_folder
 from Inference.labels import apply_label
 from Inference.load_model import load_model
 from Inference.monai_transforms import RandDeformationd
@@ -373,6 +374,14 @@ def test_a_second_run_goes_on(data, capsys):
     assert "has draws with seed 0, not 5" in capsys.readouterr().err
     assert run("--data", data / "data", *WORDS, "--out", data / "data") == 43
     assert "contains other files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ['{"editor.tabSize": 4}', "[]", '{"seed": 0, "vers'])
+def test_a_folder_with_the_settings_of_another_program_is_not_claimed(tmp_path, content):
+    (tmp_path / "settings.json").write_text(content)
+    with pytest.raises(InputError, match=r"contains other files \(settings.json\); name a new folder"):
+        claim_folder(tmp_path, {"seed": 0, "version": "1"}, [], True)
+    assert (tmp_path / "settings.json").read_text() == content
 
 
 def test_another_image_into_the_same_folder_is_refused_and_nothing_is_lost(data, capsys):
