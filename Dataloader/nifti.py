@@ -160,10 +160,11 @@ def read_numbers(path, dims=3):
     return np.ascontiguousarray(array, dtype=np.float32), affine
 
 
-def read_header(path, dims=3, channels=1):
+def read_header(path, dims=3, channels=None):
     """Read shape and affine without decompressing the voxels.
 
-    channels: with more than 1, a file of several images is permitted, as `read_channels` reads it.
+    channels: data.channels, where it counts; with more than 1, a file of several images is permitted, as
+    `read_channels` reads it.
     Returns: shape, a tuple of `dims` ints; affine 4x4 float64.
     Raises InputError as `read_volume` does, for errors that the header shows. A truncated .nii.gz goes unnoticed until
     the whole file is read.
@@ -380,7 +381,7 @@ def _for_freesurfer(path, array):
     return array.astype(np.int32)
 
 
-def _read(path, dims, channels=1):
+def _read(path, dims, channels=None):
     """Voxels in the file's own (scaled) dtype, (*spatial) or (*spatial, channels), and the checked affine."""
     image = open_nifti(path)
     shape = _squeezed_shape(path, image.shape, dims, channels)
@@ -464,14 +465,14 @@ def one_plane(shape):
             "last axis; reorder the axes, for example with numpy.moveaxis or fslswapdim.")
 
 
-def _squeezed_shape(path, shape, dims, channels=1):
+def _squeezed_shape(path, shape, dims, channels=None):
     """Shape without trailing axes of length 1, which must leave `dims` axes.
 
     channels: with more than 1, a file may hold several images, and gives (*spatial, images). NIfTI's fourth axis is
-    time; files without one may have their channels along the fifth.
+    time; files without one may have their channels along the fifth. None: of a file that holds one image in any case.
     """
     kept = shape = tuple(map(int, shape))
-    if channels > 1 and math.prod(shape[dims:]) != 1:
+    if channels and channels > 1 and math.prod(shape[dims:]) != 1:
         kept = (*shape[:dims], *(n for n in shape[dims:] if n != 1))
         if len(kept) != dims + 1 or min(shape[:dims]) < 1:
             raise InputError(f"{path}: shape {shape} is not {dims}D plus one axis for the channels; split it into one "
@@ -482,8 +483,8 @@ def _squeezed_shape(path, shape, dims, channels=1):
     if dims == 2 and len(kept) == 3 and 1 in kept:
         raise InputError(f"{path}: {one_plane(kept)}")
     if len(kept) > dims:
-        raise InputError(f"{path}: shape {shape} is not {dims}D; split it into one {dims}D file per volume, or "
-                         "set data.channels if its last axis holds the channels of one.")
+        several = ", or set data.channels if its last axis holds the channels of one" if channels else ""
+        raise InputError(f"{path}: shape {shape} is not {dims}D; split it into one {dims}D file per volume{several}.")
     if len(kept) < dims or min(kept) < 1:
         raise InputError(f"{path}: shape {shape} is not {dims}D; check the file, and --dims or model.dims, which "
                          "is 2 for slices.")

@@ -15,7 +15,7 @@ from Dataloader import cache
 from Dataloader.cache import open_cache, record
 from Dataloader.datalist import read_datalist
 from Dataloader.dataset import read_datasets
-from Dataloader.nifti import read_volume, write_volume
+from Dataloader.nifti import read_channels, read_header, read_volume, write_volume
 from Dataloader.prepare import on_grid, to_original
 from Diffusion.batch_augment import augment
 from Diffusion.diffuser import make_condition
@@ -168,6 +168,17 @@ def test_files_that_do_not_fit_are_one_sentence(tmp_path):
             on_grid({**item, **changes}, config(data__channels=2))
         assert words in str(refused.value)
     assert on_grid({**item, "channels": [other]}, config(data__channels=2))["image"].shape == (2, 16, 16, 16)
+
+
+@pytest.mark.parametrize("read, end", [
+    (read_volume, "per volume."), (read_header, "per volume."),
+    (lambda path: read_header(path, channels=1), "or set data.channels if its last axis holds the channels of one."),
+    (read_channels, "or set data.channels if its last axis holds the channels of one.")])
+def test_data_channels_is_named_only_where_it_counts(tmp_path, read, end):
+    nibabel.save(nibabel.Nifti1Image(np.random.rand(4, 4, 4, 3), np.eye(4)), tmp_path / "three.nii")
+    with pytest.raises(InputError, match=r"three.nii: shape \(4, 4, 4, 3\) is not 3D; split it into one .*") as refused:
+        read(tmp_path / "three.nii")
+    assert str(refused.value).endswith(end)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
