@@ -98,8 +98,9 @@ def picture(item, out, records, dims, targets):
         title = f"draw {record['draw']}: {record['mean']:.1f} %"
         copies.append((title, rescale(copy, low, high), read_own_label(paths.get("label"), copy.shape), field))
     where = "Slice through the middle of the last axis, with" if dims == 3 else "With"
+    part = ", without the affine part" if records[0].get("matrix") else ""  # all of them have a matrix, or none
     figure = figure_html(gallery_figure(copies), f"{item['id']}. {where} outlines of the labels; below, the deformed "
-                         "grid. Percent: mean displacement, of the image's longest side.")
+                         f"grid{part}. Percent: mean displacement, of the image's longest side.")
     if targets and records[0]["target"] not in targets:
         return figure  # it has been renamed since, and nothing else is on the grid of the copy
     _, images, labels, fields = zip(*copies[:2])
@@ -109,5 +110,6 @@ def picture(item, out, records, dims, targets):
         images, labels = ((rescale(target, *intensity_range(target)), images[1]), (0 * labels[1], labels[1]))
         names = (records[0]["target"], names[1])
     viewer = viewer_html(f"{item['id']} and its first copy", dict(zip(names, images)), fields[1], affine,
-                         dict(zip(names, labels)) if item["label"] else None, PAGE_BYTES // PICTURED)
+                         dict(zip(names, labels)) if item["label"] else None, PAGE_BYTES // PICTURED,
+                         without_affine=bool(part))
     return viewer + figure

@@ -24,17 +24,18 @@ NO_NODE = -32768  # of the packed field: Report/viewer.js draws no line to it
 LEVELS = 31  # colours of the determinant; few, because they compress well
 
 
-def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES, body=None):
+def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES, body=None, without_affine=False):
     """HTML of one viewer, for a page of `write_page` with a viewer.
 
     name: of what is shown, for screen readers. images: {word: (D, H, W) or (H, W), values 0..1}, two or more on one
     grid; the others are compared with the first. field: (N, *spatial) in voxels, whose deformed grid and Jacobian are
     shown. labels: {word: label map} for the same words, or None. budget: bytes that the voxels may take; if they need
     more they are averaged on a coarser grid, and the page gives its size. body: booleans, where the deformed grid is
-    shown; None for everywhere.
+    shown; None for everywhere. without_affine: whether the field lacks its affine part, as it does if there is a body.
     """
     turned = turn_to_screen(images, labels or {}, np.asarray(field, np.float32), affine, body)
     full, dims = turned["shape"], len(field)
+    part = ", without the affine part" if without_affine or body is not None else ""
     voxels = min(int(np.prod(full)), MOST_VOXELS)
     while True:
         shape = coarser(full, turned["spacing"], voxels)
@@ -50,7 +51,7 @@ aria-valuemin="0" aria-valuemax="100" aria-valuenow="50"><canvas></canvas>
 <label class="slices"><span>slice <output></output></span><input type="range" min="1" value="1"></label></div>
 <div class="controls">
 {controls_html(list(images), bool(labels), dims)}
-{legends_html(list(images)[0], turned["half"], "" if body is None else ", without the affine part")}
+{legends_html(list(images)[0], turned["half"], part)}
 </div>
 {help_html(list(images)[1:], full[:dims], shape[:dims], budget)}
 <script type="application/json">{content}</script>

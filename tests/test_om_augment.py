@@ -554,7 +554,8 @@ def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkey
     copy = nibabel.load(tmp_path / "out/imagesTr/sub-01_ses-1_draw00.nii.gz")
     assert copy.shape == (26, 30, 1) and copy.header["cal_max"] == 0
     before, viewer = contents(tmp_path / "out"), 'class="viewer"'
-    assert viewer in (tmp_path / "out/report.html").read_text()
+    page = (tmp_path / "out/report.html").read_text()
+    assert viewer in page and "where the points of a regular one come from, x + field(x), without the affine" in page
     for folder in ("imagesTr", "masksTr"):
         (tmp_path / f"targets/{folder}/other.nii.gz").rename(tmp_path / f"targets/{folder}/outer.nii.gz")
     assert run(*words) == 0 and contents(tmp_path / "out") == before

@@ -129,6 +129,13 @@ def test_large_volumes_become_coarser_until_they_fit_and_it_is_said(spacing):
     assert f"Shown are {shown} voxels, averages of the 64 \u00d7 64 \u00d7 16: this viewer may take 0.1 MB" in html
 
 
+@pytest.mark.parametrize("words", [{}, {"without_affine": True}, {"body": np.ones(SHAPE, bool)}])
+def test_a_legend_says_whether_the_grid_is_that_of_the_whole_field(scan, words):
+    images, field, _ = scan
+    said = "x + field(x), without the affine part." if words else "x + field(x)."
+    assert f"where the points of a regular one come from, {said}" in viewer_html("a", images, field, RAS, **words)
+
+
 def test_the_grid_ends_where_the_body_does(scan):
     images, field, _ = scan
     body = np.zeros(SHAPE, bool)
