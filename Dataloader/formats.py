@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import tempfile
+import zlib
 from pathlib import Path
 
 import nibabel
@@ -21,7 +22,9 @@ from Runtime.files import sha256, write_file
 
 READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
 OTHERS = (".nii", ".gz", ".mgh", ".mgz", *READ[:-1])  # of volumes that are not DICOM
+METAIMAGE = (".mha", ".mhd")
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # refused with the way to convert them, `made_grey`
+CHUNK = 2 ** 20  # bytes inflated at a time
 LEAST_STEP_MM = 1e-3  # between slices
 UNEVEN = 0.02  # most by which a step between slices may differ from the mean step, as a fraction of it
 WRITTEN = (".nrrd", ".mha")  # the others keep their voxels in a second file
@@ -201,13 +204,47 @@ def read_itk(path, dtype):
     try:
         files = files_of(sitk, path)
         if len(files) == 1:
-            return sitk.GetArrayFromImage(sitk.ReadImage(files[0])).T
+            image = sitk.ReadImage(files[0])
+            if Path(path).suffix.lower() in METAIMAGE:
+                _require_inflatable(path, image.GetNumberOfPixels() * image.GetSizeOfPixelComponent())
+            return sitk.GetArrayFromImage(image).T
         kind = next(theirs for theirs, ours in NUMBERS.items() if ours == dtype.name)
         return sitk.GetArrayFromImage(sitk.ReadImage(files, getattr(sitk, kind))).T
     except RuntimeError as error:
-        if Path(path).suffix.lower() == ".mha":  # of one that is cut, ITK says "No such file or directory"
-            raise InputError(f"{path}: truncated or corrupt; copy or download it again.") from error
+        if Path(path).suffix.lower() in METAIMAGE:  # of one that is cut, ITK says "No such file or directory"
+            raise _corrupt(path) from error
         raise _unreadable(path, error) from error
+
+
+def _require_inflatable(path, size):
+    """Raise InputError unless the voxels of a .mha or .mhd are intact, if they are compressed.
+
+    ITK only prints "Uncompress failed" and returns what it has got so far. size: bytes of all voxels.
+    """
+    with open(path, "rb") as file:
+        head = b""
+        for line in iter(file.readline, b""):
+            head += line
+            if line.lstrip().startswith(b"ElementDataFile"):
+                break
+        start = file.tell()
+    fields = dict(re.findall(rb"^[ \t]*(\w+)[ \t]*[=:][ \t]*(.*?)[ \t\r]*$", head, re.M))
+    if fields.get(b"CompressedData", b"False")[:1] not in (b"T", b"t", b"1"):
+        return
+    name, number = fields.get(b"ElementDataFile", b"LOCAL"), fields.get(b"CompressedDataSize", b"")
+    local, voxels = name.upper() == b"LOCAL", Path(path).parent / os.fsdecode(name)
+    if not local and not voxels.is_file():
+        return  # a pattern or a list of files
+    # Without this number, ITK takes a whole file for the voxels, also one that begins with the header.
+    stated = int(number) if number.isdigit() else 0 if local else voxels.stat().st_size
+    stream, found = zlib.decompressobj(zlib.MAX_WBITS | 32), 0  # 32: of gzip too
+    with contextlib.suppress(zlib.error), open(path if local else voxels, "rb") as file:
+        file.seek(start if local else 0)
+        while not stream.eof and (part := file.read(min(stated, CHUNK))):
+            found += len(stream.decompress(part))
+            stated -= len(part)
+    if not stream.eof or found != size:
+        raise _corrupt(path)
 
 
 def write_itk(path, array, affine):
@@ -250,6 +287,12 @@ def affine_of(image):
 def reason_of(error):
     """The reason in an ITK error: its last line; the lines above point into ITK's own code."""
     return str(error).strip().splitlines()[-1].strip()
+
+
+def _corrupt(path):
+    """The error for a MetaImage file without all of its voxels. Those of a .mhd are in another file."""
+    beside = ", or its file of voxels is missing" if Path(path).suffix.lower() == ".mhd" else ""
+    return InputError(f"{path}: truncated or corrupt{beside}; copy or download it again.")
 
 
 def _unreadable(path, error):

@@ -202,6 +202,28 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, monkeypatch):
             call(tmp_path / "four.nrrd")
 
 
+@pytest.mark.parametrize("suffix", [".mha", ".mhd"])
+def test_a_damaged_metaimage_is_found(tmp_path, suffix):
+    """ITK prints "Uncompress failed" and returns noise."""
+    array, path = np.random.default_rng(0).integers(0, 1000, (30, 20, 10)).astype(np.int16), tmp_path / f"v{suffix}"
+    sitk.WriteImage(formats.itk_image(sitk, array, OBLIQUE), str(path), True)
+    voxels = path if suffix == ".mha" else tmp_path / "v.zraw"
+    assert np.array_equal(read_volume(path)[0], array)
+    whole = voxels.read_bytes()
+    for content in (whole[:5000] + bytes([whole[5000] ^ 16]) + whole[5001:], whole[:5000], whole[:-2]):
+        voxels.write_bytes(content)
+        with refused(path.name, r"truncated or corrupt.*; copy or download it again\.$"):
+            read_label(path)
+    voxels.write_bytes(whole)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join(line for line in lines if not line.startswith(b"CompressedDataSize")))
+    if suffix == ".mha":
+        with refused(path.name, "truncated or corrupt"):
+            read_volume(path)
+    else:
+        assert np.array_equal(read_volume(path)[0], array), "the file of voxels begins with them"
+
+
 def test_a_damaged_mgz_is_found_by_its_checksum(tmp_path):
     write_volume(tmp_path / "v.mgz", numbers(), np.eye(4))
     content = bytearray((tmp_path / "v.mgz").read_bytes())
