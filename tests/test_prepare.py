@@ -11,7 +11,7 @@ import torch
 import OM_prepare
 from Dataloader import cache
 from Dataloader.dataset import as_float
-from Dataloader.grids import SAME_GRID, same_grid
+from Dataloader.grids import SAME_GRID, air_for_filler, same_grid
 from Dataloader.nifti import write_volume
 from Dataloader.prepare import describe, on_grid, original_header, scaled, to_original
 from Dataloader.synthetic import make_subject
@@ -341,3 +341,13 @@ def test_filler_of_a_ct_is_air():
     assert limits[0] >= -1024 and image[..., :2].max() == 0
     np.testing.assert_array_equal(image, scaled(np.maximum(filled, -1024), config())[0])
     assert scaled(array - 5000, config())[1][0] < -5000, "values that no filler explains stay"
+
+
+def test_the_background_of_a_signed_image_is_no_filler():
+    """Unsigned numbers that were shifted to int16: all tissue below -1024 became one value."""
+    array = np.linspace(-30000, 12000, 1000, dtype=np.float32).reshape(10, 10, 10)
+    signed = np.where(np.arange(10) < 5, np.float32(-32768), array)
+    assert np.array_equal(air_for_filler(signed), signed)
+    scan = np.where(np.arange(10) < 5, np.float32(-32768), np.maximum(array, -1000))
+    scan[0, 0, 7] = -9000  # resampled: an edge between filler and tissue
+    assert np.array_equal(air_for_filler(scan), np.maximum(scan, -1024))
