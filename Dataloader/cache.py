@@ -169,6 +169,8 @@ def write_group(folder, number, items, cfg, done=lambda: None):
     An unusable volume is left out, and the part's record gives the reason. items: from the data list. done: called
     after each volume. Returns: the record.
     """
+    # An old record would describe the new arrays if this run ended between them.
+    (Path(folder) / f"volumes_{number:05d}.json").unlink(missing_ok=True)
     volumes, refused = [], []
     arrays = {kind: [] for kind in KINDS}
     for item in items:

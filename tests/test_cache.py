@@ -581,6 +581,32 @@ def test_a_volume_that_left_the_list_and_came_back_under_a_training_is_there_onc
     assert torch.equal(found.image(1), training.image(1))
 
 
+def test_a_part_that_was_begun_has_no_record_of_an_earlier_one(tmp_path, monkeypatch):
+    """Killed twice, a volume left out and put back in between: the old record described the arrays of other volumes."""
+    def killed(folder, name, content):
+        if name != "plan.json":
+            raise KeyboardInterrupt
+        write_json(folder, name, content)
+
+    write_volumes(tmp_path, range(cache.MOST_VOLUMES + 1), side=8)
+    place, write_json, file = tmp_path / "cache", cache.write_json, tmp_path / "data/imagesTr/v_00000.nii"
+    changes = {"data__img_size": 8, "data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0,
+               "data__expect_samples": 0}
+    assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
+    (place / "manifest.json").unlink()
+    (place / "volumes_00001.json").unlink()
+    shutil.move(file, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "write_json", killed)
+        assert run_here(tmp_path, place, "--workers", "1", **changes) != DONE
+    shutil.move(tmp_path / file.name, file)
+    assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
+    cfg = cached(tmp_path, place, **changes)
+    found = read_datasets(cfg)[0]
+    for item, image in zip(list_volumes(tmp_path / "data"), found.images, strict=True):
+        assert np.array_equal(image, cache.encode(on_grid(item, cfg)["image"], "uint8")), item["id"]
+
+
 def test_a_training_waits_for_the_preparation_and_then_says_so(made, place, monkeypatch):
     monkeypatch.setattr(cache, "PATIENCE_S", 0.3)
     with cache.without_readers(place) as free:
