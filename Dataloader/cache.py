@@ -95,6 +95,7 @@ def list_mark(root):
 def entry(item, root):
     """The part of a volume's record that comes from the data list: id, words, and files relative to the data folder.
 
+    The list may change the words later; those of the manifest count.
     "source" has the size and time of each file, to detect changes; it is None if a file is missing.
     """
     base = Path(root) if Path(root).is_dir() else Path(root).parent
@@ -114,7 +115,7 @@ def plan(folder, items, cfg, alive=lambda: None):
 
     A part is rebuilt if its source files have changed or left the list, or if one that was refused can be used now; it
     gets a new number while a finished cache still needs the old part. If the list only changes words of its volumes
-    (subject, modality, split), the part stays and its record is updated.
+    (subject, modality, split), the part stays, and its record has the new ones here and the old ones on disk.
     folder: of the cache. items: from the data list. alive: called before each refused volume is tried again.
     Returns: {number: record} of the parts that stay; {number: items} of those to make.
     """
@@ -233,11 +234,10 @@ def write_manifest(folder, cfg, groups, mark):
                     for row, line in enumerate(record["volumes"])]
         refused += [[line["id"], line["image"], line["reason"]] for line in record["refused"]]
         files.update(record["files"])
-        data = as_bytes(record)
+        # Words of the list may have changed. The record on disk keeps the old ones, because the old manifest, which a
+        # training may read until the new one is there, has its checksum.
+        data = (Path(folder) / name).read_bytes()
         files[name] = [len(data), hashlib.sha256(data).hexdigest()]
-        # A record's words may have changed. It is written only now, because the old manifest needs the old record.
-        if (Path(folder) / name).read_bytes() != data:
-            write_bytes(folder, name, data)
     manifest = {"settings": settings(cfg), "subject_pattern": cfg["data.subject_pattern"], "list": mark,
                 "volumes": sorted(volumes), "refused": sorted(refused), "files": files}
     write_json(folder, "manifest.json", manifest)
