@@ -8,6 +8,7 @@ Dataloader/nifti.py does: axes i, j, k, affine 4x4 voxel to world in millimetres
 import contextlib
 import functools
 import hashlib
+import mmap
 import os
 import re
 import tempfile
@@ -27,6 +28,10 @@ PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # refused with th
 CHUNK = 2 ** 20  # bytes inflated at a time
 LEAST_STEP_MM = 1e-3  # between slices
 UNEVEN = 0.02  # most by which a step between slices may differ from the mean step, as a fraction of it
+# Of a DICOM file of several frames: the tag of what each frame has of its own, the tag of the voxels after it, and in
+# between the sequences with the positions, whose number of bytes is group 1 or, in files without types, group 2.
+PER_FRAME, PIXELS = b"\x00\x52\x30\x92", b"\xe0\x7f\x10\x00"
+POSITION = re.compile(rb"\x20\x00\x13\x91.{12,16}?\x20\x00\x32\x00(?:DS(..)|(....))", re.S)
 WRITTEN = (".nrrd", ".mha")  # the others keep their voxels in a second file
 NUMBERS = {"sitkInt8": "int8", "sitkUInt8": "uint8", "sitkInt16": "int16", "sitkUInt16": "uint16",
            "sitkInt32": "int32", "sitkUInt32": "uint32", "sitkInt64": "int64", "sitkUInt64": "uint64",
@@ -131,13 +136,20 @@ def open_itk(path):
     Raises InputError, naming the path, if it cannot be read, has several numbers per voxel, or is no complete series.
     """
     sitk = import_sitk(path)
-    headers = [_header(sitk, file, path) for file in files_of(sitk, path)]
+    files = files_of(sitk, path)
+    headers = [_header(sitk, file, path) for file in files]
     first, count = headers[0], len(headers)
     size, affine = first.GetSize(), affine_of(first)
-    if count > 1:  # the positions of the slices give the third axis: a tilted gantry shears the affine
-        size, affine[:3, 2] = (*size[:2], count), TO_LPS[:3, :3] @ _step_between(path, headers)
-    elif Path(path).suffix.lower() == ".dcm" and size[2:] == (1,) and not os.path.isdir(path):
+    if Path(path).suffix.lower() == ".dcm" and size[2:] == (1,) and not os.path.isdir(path):
         raise InputError(f"{path}: this is one slice of a DICOM series; give the folder with all of its slices.")
+    places = []
+    if count > 1:
+        _require_one_stack(path, headers)
+        size, places = (*size[:2], count), [header.GetOrigin() for header in headers]
+    elif size[2:] > (1,) and (os.path.isdir(path) or Path(path).suffix.lower() == ".dcm"):
+        places = _places_of_frames(files[0])
+    if places and size[2:] == (len(places),):  # they give the third axis: a tilted gantry shears the affine
+        affine[:3, 2:] = TO_LPS[:3, :3] @ np.transpose([_step_between(path, places), places[0]])
     types, kinds = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}, {h.GetPixelID() for h in headers}
     # Slices may differ in their type, as with a scale for each (PET).
     number = kinds.pop() if len(kinds) == 1 else sitk.sitkFloat64
@@ -176,22 +188,44 @@ def _header(sitk, file, path):
     return reader
 
 
-def _step_between(path, headers):
-    """The step from slice to slice, (3,) mm, LPS. Raises InputError for steps, sizes or directions that differ."""
+def _places_of_frames(file):
+    """The positions of the frames of a DICOM file, in their order: a list of (x, y, z) in mm, LPS; [] if it has none.
+
+    ITK tells only the first, and takes steps of 1 mm if they differ.
+    """
+    with open(file, "rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        begin = content.find(PER_FRAME)
+        frames = content[begin:content.find(PIXELS, begin)] if begin >= 0 else b""
+    places = []
+    for found in POSITION.finditer(frames):
+        value = frames[found.end():found.end() + int.from_bytes(found[1] or found[2], "little")]
+        with contextlib.suppress(ValueError):
+            x, y, z = map(float, value.strip(b" \0").split(b"\\"))
+            places.append((x, y, z))
+    return places
+
+
+def _require_one_stack(path, headers):
+    """Raise InputError for slices with several sizes or directions."""
     planes = [(header.GetSize(), np.round([*header.GetDirection(), *header.GetSpacing()[:2]], 3).tolist())
               for header in headers]
     if any(plane != planes[0] for plane in planes):
         raise InputError(f"{path}: the slices have several sizes or directions; put each stack into its own folder.")
-    steps = np.diff([header.GetOrigin() for header in headers], axis=0)
+
+
+def _step_between(path, places):
+    """The step from slice to slice, (3,) mm, LPS, of their positions. Raises InputError for steps that differ."""
+    steps = np.diff(places, axis=0)
     step = steps.mean(axis=0)
     if np.linalg.norm(step) < LEAST_STEP_MM:
         raise InputError(f"{path}: all slices lie at one place, as in a time series or without positions; convert it "
                          "to .nii.gz.")
     if np.linalg.norm(steps - step, axis=1).max() > UNEVEN * np.linalg.norm(step):
         lengths = np.linalg.norm(steps, axis=1)
-        raise InputError(f"{path}: the distances between its {len(headers)} slices range from {lengths.min():.2f} to "
-                         f"{lengths.max():.2f} mm, so slices are missing or several volumes are mixed: put the "
-                         "slices of each volume into its own folder.")
+        advice = ("put the slices of each volume into its own folder" if os.path.isdir(path) else
+                  "export all slices of one volume into this file")
+        raise InputError(f"{path}: the distances between its {len(places)} slices range from {lengths.min():.2f} to "
+                         f"{lengths.max():.2f} mm, so slices are missing or several volumes are mixed: {advice}.")
     return step
 
 

@@ -76,8 +76,8 @@ def test_a_folder_of_slices(tmp_path, volume):
     assert read_header(tmp_path / "sub-01")[0] == volume.shape
 
 
-@pytest.mark.parametrize("step", [np.cross(ROW, COLUMN) * 2.5, np.cross(ROW, COLUMN) * -2.5], ids=["up", "down"])
-def test_a_file_of_several_frames(tmp_path, volume, step):
+def write_frames(path, volume, places):
+    """All slices in one file. places: (slices, 3) mm, LPS."""
     item = image_of(EnhancedCTImageStorage)
     item.Columns, item.Rows, item.NumberOfFrames = volume.shape
 
@@ -95,14 +95,30 @@ def test_a_file_of_several_frames(tmp_path, volume, step):
         PlaneOrientationSequence={"ImageOrientationPatient": [*ROW, *COLUMN]},
         PixelValueTransformationSequence={"RescaleSlope": 2, "RescaleIntercept": -100, "RescaleType": "HU"})]
     item.PerFrameFunctionalGroupsSequence = [group(PlanePositionSequence={
-        "ImagePositionPatient": [round(float(value), 4) for value in ORIGIN + number * step]})
-        for number in range(volume.shape[2])]
+        "ImagePositionPatient": [round(float(value), 4) for value in place]}) for place in places]
     item.PixelData = ((volume.transpose(2, 1, 0) + 100) // 2).astype("<i2").tobytes()
-    pydicom.dcmwrite(tmp_path / "scan.dcm", item, enforce_file_format=True)
+    pydicom.dcmwrite(path, item, enforce_file_format=True)
+
+
+@pytest.mark.parametrize("step", [np.cross(ROW, COLUMN) * 2.5, np.cross(ROW, COLUMN) * -2.5, STEP],
+                         ids=["up", "down", "tilted"])
+def test_a_file_of_several_frames(tmp_path, volume, step):
+    write_frames(tmp_path / "scan.dcm", volume, ORIGIN + np.outer(range(6), step))
     array, affine = read_volume(tmp_path / "scan.dcm")
     i, j, k = np.rint(np.linalg.inv(affine_of(step)) @ affine @ [1, 2, 3, 1])[:3].astype(int)
     assert array.shape == volume.shape and array[1, 2, 3] == volume[i, j, k]
     np.testing.assert_allclose(affine, affine_of(step), atol=1e-3)
+
+
+@pytest.mark.parametrize("order, said", [
+    ([0, 1, 2, 5, 6, 7], "distances between its 6 slices range from 2.50 to 7.50 mm, .*: export all slices of one"),
+    ([0, 3, 1, 4, 2, 5], "range from 5.00 to 7.50 mm"), ([0, 1, 2, 0, 1, 2], "range from 2.50 to 5.00 mm"),
+    ([0] * 6, "all slices lie at one place")], ids=["gap", "mixed", "echoes", "cine"])
+def test_frames_that_are_no_even_stack_are_refused(tmp_path, volume, order, said):
+    """ITK took them for slices 1 mm apart."""
+    write_frames(tmp_path / "scan.dcm", volume, ORIGIN + np.outer(order, np.cross(ROW, COLUMN) * 2.5))
+    with pytest.raises(InputError, match=f"scan.dcm: .*{said}"):
+        read_header(tmp_path / "scan.dcm")
 
 
 def test_folders_of_a_study_are_its_volumes(tmp_path, volume):
