@@ -53,11 +53,16 @@ def is_series(path):
         names = sorted((name for name in names if not name.startswith((".", "DICOMDIR"))), reverse=True)
         # One file of each suffix is opened, because a folder may hold thousands.
         for name in sorted({Path(name).suffix.lower() or name: name for name in names}.values()):
-            with open(os.path.join(path, name), "rb") as file:
-                dicom = file.read(132)[128:] == b"DICM"
+            dicom = _is_dicom(os.path.join(path, name))
             if dicom or Path(name).suffix.lower() in OTHERS:
                 return dicom
     return False
+
+
+def _is_dicom(path):
+    """Whether a file has the mark of DICOM, which some files lack."""
+    with open(path, "rb") as file:
+        return file.read(132)[128:] == b"DICM"
 
 
 def parts_of(path):
@@ -168,13 +173,24 @@ def open_itk(path):
 
 
 def files_of(sitk, path):
-    """The path of a file, or those of the DICOM series in a folder. Raises InputError unless there is exactly one."""
+    """The path of a file, or those of the DICOM series in a folder.
+
+    Raises InputError unless there is exactly one, and for a slice in the folder that cannot be read.
+    """
     if not os.path.isdir(path):
         return [str(path)]
     names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(str(path))
     if len(names) != 1:
         raise InputError(f"{path}: the folder has {len(names)} DICOM series; put each into its own folder.")
-    return list(sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(path), names[0]))
+    slices = list(sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(path), names[0]))
+    # ITK drops files that it cannot read, such as a slice whose copy was cut off.
+    suffixes, known = {Path(each).suffix.lower() for each in slices} - {""}, set(map(os.path.basename, slices))
+    for file in parts_of(path):
+        if file.name not in known and not file.name.startswith("DICOMDIR") and (
+                file.suffix.lower() in suffixes or not os.access(file, os.R_OK) or _is_dicom(file)):
+            raise InputError(f"{path}: {file.name} belongs to no series or cannot be read, as after a copy that was "
+                             "cut off; copy it again, or move it out of the folder.")
+    return slices
 
 
 def _header(sitk, file, path):

@@ -175,6 +175,11 @@ def test_what_is_no_whole_volume_is_one_sentence(tmp_path, volume):
     write_slice(folder / "IM000", volume[:, :5, 0].T, 0)
     with pytest.raises(InputError, match="turned: the slices have several sizes or directions"):
         read_header(folder)
+    folder = write_series(tmp_path / "cut", volume)
+    last = folder / f"IM{5 * 7 % 19:03d}"  # without it, the others are a whole volume
+    last.write_bytes(last.read_bytes()[:400])
+    with pytest.raises(InputError, match=f"cut: {last.name} belongs to no series or cannot be read, .*copy it again"):
+        read_volume(folder)
     folder = write_series(tmp_path / "cine", volume, step=0 * STEP)
     with pytest.raises(InputError, match="cine: all slices lie at one place"):
         read_header(folder)
