@@ -71,7 +71,7 @@ def parts_of(path):
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     if path.suffix.lower() in (".mhd", ".nhdr") and path.is_file():
-        with open(path, encoding="latin-1") as file:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
             named = re.search(r"^(?:ElementDataFile *=|data ?file:) *(.*?) *$", file.read(2 ** 16), re.M | re.I)
         if named and named[1] != "LOCAL":
             voxels = path.parent / named[1]

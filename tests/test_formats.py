@@ -115,9 +115,10 @@ def test_other_voxels_beside_a_header_are_noticed(tmp_path, suffix, compressed):
 
 @pytest.mark.parametrize("suffix, word", [(".mhd", "ElementDataFile = "), (".nhdr", "data file: ")])
 def test_so_are_voxels_of_another_name(tmp_path, suffix, word):
-    header, voxels = tmp_path / f"v{suffix}", tmp_path / "other voxels.raw"
+    header, voxels = tmp_path / f"v{suffix}", tmp_path / "other Würfel.raw"
+    (tmp_path / "of another volume").write_text("")
     sitk.WriteImage(formats.itk_image(sitk, numbers(), OBLIQUE), str(header))
-    [own] = set(tmp_path.iterdir()) - {header}
+    [own] = {file for file in tmp_path.iterdir() if file.suffix} - {header}
     own.rename(voxels)
     header.write_text(header.read_text().replace(word + own.name, word + voxels.name))
     assert np.array_equal(read_volume(header)[0], numbers()) and formats.parts_of(header) == sorted([header, voxels])
