@@ -252,14 +252,19 @@ def prepare(folder, cfg, args):
 
 
 def warn_of_cut_labels(parts):
-    """Say so if the training grid leaves out labelled parts of volumes. parts: {number: record}."""
-    kept = {line["id"]: line.get("label_kept") for record in parts.values() for line in record["volumes"]}
+    """Say so if the training grid leaves out labelled parts of volumes, or a whole mask. parts: {number: record}."""
+    advice = "enlarge data.img_size or data.spacing_mm (0 fits each volume), or check data.crop_above."
+    lines = [line for record in parts.values() for line in record["volumes"]]
+    kept = {line["id"]: line.get("label_kept") for line in lines}
     cut = {name: share for name, share in kept.items() if share is not None and share < LEAST_KEPT}
     if cut:
         worst = min(cut, key=cut.get)
         print(f"warning: {len(cut)} volumes have labels beyond the training grid, {worst} {100 - 100 * cut[worst]:.0f} "
-              "% of them: enlarge data.img_size or data.spacing_mm (0 fits each volume), or check data.crop_above.",
-              file=sys.stderr)
+              f"% of them: {advice}", file=sys.stderr)
+    empty = [line["id"] for line in lines if line.get("mask_kept") == 0]
+    if empty:
+        print(f"warning: {len(empty)} volumes, such as {empty[0]}, have nothing of their mask on the training grid, so "
+              f"that no voxel of them counts: {advice}", file=sys.stderr)
 
 
 def remove_old(folder, keep, alone):

@@ -28,9 +28,10 @@ def on_grid(item, cfg, kinds=KINDS):
     item: from `read_datalist`. cfg: flat config. kinds: which of KINDS are wanted.
     Returns: dict of image (D, H, W) float32 in [0, 1], with data.channels C > 1 (C, D, H, W); label, mask (D, H, W)
     int16 or None; shape and affine (4x4, RAS) of the file; grid_affine (4x4) of the training grid; low, high: the file
-    intensities that become 0 and 1, lists if C > 1; label_kept, the share of the labelled volume that is on the grid,
-    None without labels.
-    Raises InputError naming the file for whatever `read_volume` refuses, and for a label on another grid.
+    intensities that become 0 and 1, lists if C > 1; label_kept, mask_kept, the share of the labelled volume, or of that
+    in the mask, that is on the grid, None without one.
+    Raises InputError naming the file for whatever `read_volume` refuses, for a label on another grid, and for a mask
+    that is nowhere above 0.
     """
     size, spacing_mm, crop = cfg["data.img_size"], cfg["data.spacing_mm"], cfg["data.crop_above"]
     channels, affine = read_image(item, cfg["model.dims"], cfg["data.channels"])
@@ -41,6 +42,9 @@ def on_grid(item, cfg, kinds=KINDS):
         others["label"] = read_beside(item, "label", shape, affine)[0]
     if item["mask"] and ("mask" in kinds or crop):
         others["mask"] = (read_beside(item, "mask", shape, affine, read_numbers)[0] > 0).astype(np.int16)
+        if not others["mask"].any():
+            raise InputError(f"{item['mask']}: the mask is nowhere above 0, so no voxel of {item['image']} would "
+                             "count; set it above 0 where voxels should count, or leave it out.")
     box = None
     if crop:
         inside = others["mask"] > 0 if "mask" in others else np.max(images, axis=0) > crop
@@ -56,16 +60,17 @@ def on_grid(item, cfg, kinds=KINDS):
                 raise InputError(f"{item[kind]}: labels from {other.min()} to {other.max()} do not fit int16, in "
                                  "which the cache stores them; renumber them.")
             arrays[kind] = np.ascontiguousarray(to_grid(other, affine, size, spacing_mm, 0, box)[0])
-    grid_affine, label_kept = placed[0][1], None
-    if arrays["label"] is not None and others["label"].any():
-        mm3 = [np.count_nonzero(array) * voxel_volume(around, array.ndim) for array, around in (
-            (arrays["label"], grid_affine), (others["label"], affine))]
-        label_kept = min(mm3[0] / mm3[1], 1.0)
+    grid_affine, kept = placed[0][1], dict.fromkeys(KINDS[1:])
+    for kind in kept:
+        if arrays[kind] is not None and others[kind].any():
+            mm3 = [np.count_nonzero(array) * voxel_volume(around, array.ndim) for array, around in (
+                (arrays[kind], grid_affine), (others[kind], affine))]
+            kept[kind] = min(mm3[0] / mm3[1], 1.0)
     image, (low, high) = placed[0][0], limits[0]
     if len(placed) > 1:
         image, low, high = np.stack([array for array, _ in placed]), *map(list, zip(*limits))
     return {**arrays, "image": image, "shape": shape, "affine": affine, "grid_affine": grid_affine, "low": low,
-            "high": high, "label_kept": label_kept}
+            "high": high, "label_kept": kept["label"], "mask_kept": kept["mask"]}
 
 
 def read_image(item, dims, count):
@@ -102,7 +107,8 @@ def describe(item, prepared):
     header = read_raw_header(item["image"])
     return {"shape": list(prepared["shape"]), "affine": prepared["affine"].tolist(),
             "grid_affine": prepared["grid_affine"].tolist(), "low": prepared["low"], "high": prepared["high"],
-            "label_kept": prepared["label_kept"], "header": base64.b64encode(header.binaryblock).decode()}
+            "label_kept": prepared["label_kept"], "mask_kept": prepared["mask_kept"],
+            "header": base64.b64encode(header.binaryblock).decode()}
 
 
 def original_header(record):
