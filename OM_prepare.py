@@ -156,7 +156,7 @@ def export(folder, cfg, identity, out):
     """Write one volume, its label and its mask as NIfTI: on the training grid, and mapped back to the file's grid.
 
     Further channels are <id>_image_2_grid.nii.gz and so on. identity: id of the volume. out: folder. Returns the exit
-    code.
+    code. Raises InputError if the folder cannot be written.
     """
     import torch  # here, because the workers need none
 
@@ -166,6 +166,7 @@ def export(folder, cfg, identity, out):
         raise InputError(f"{folder}: there is no volume {identity} in this cache.")
     record = cache.record(folder, item)
     header = original_header(record)
+    header["cal_min"] = header["cal_max"] = 0  # the range to display is that of the file's intensities
     for kind in cache.KINDS:
         if not record[kind]:
             continue
@@ -177,7 +178,11 @@ def export(folder, cfg, identity, out):
             name = f"{identity}_{kind}_{channel + 1}" if channel else f"{identity}_{kind}"
             for word, volume, affine in (("grid", array, record["grid_affine"]), ("original", back, record["affine"])):
                 path = Path(out) / f"{name}_{word}.nii.gz"
-                write_volume(path, volume, np.array(affine), header)
+                try:
+                    write_volume(path, volume, np.array(affine), header)
+                except OSError as error:
+                    raise InputError(f"--export {identity} {out}: {path.name} cannot be written there ({error}); make "
+                                     "room, or name another folder.") from error
                 print(f"wrote {path}")
     return DONE
 

@@ -112,7 +112,9 @@ def write_raw(path, array):
     path.parent.mkdir(parents=True, exist_ok=True)
     key = (array.shape, array.dtype)
     if key not in HEADS:
-        HEADS[key] = nibabel.Nifti1Image(array, np.eye(4)).to_bytes()[:352]
+        image = nibabel.Nifti1Image(array, np.eye(4))
+        image.header["cal_min"], image.header["cal_max"] = 100, 1000
+        HEADS[key] = image.to_bytes()[:352]
     path.write_bytes(HEADS[key] + array.tobytes(order="F"))
 
 
@@ -313,6 +315,11 @@ def test_export_writes_nifti_on_the_grid_and_on_the_grid_of_the_file(made, tmp_p
     assert np.abs(apart).max() <= (high - low) * 0.51 / 255
     np.testing.assert_array_equal(found["v_00007_label_original"].get_fdata()[inner],
                                   (source.get_fdata() > 600)[inner])
+    assert {float(image.header[key]) for image in found.values() for key in ("cal_min", "cal_max")} == {0.0}
+    (tmp_path / "file").write_text("no folder")
+    assert run_here(made, made / "cache", "--export", "v_00007", tmp_path / "file") == STOP
+    said = one_sentence(capsys.readouterr().err)
+    assert "--export v_00007" in said and "v_00007_image_grid.nii.gz cannot be written there" in said
     assert run_here(made, made / "cache", "--export", "v_99999", tmp_path / "out") == STOP
     assert "there is no volume v_99999 in this cache" in one_sentence(capsys.readouterr().err)
 
