@@ -454,7 +454,8 @@ def hold(folder, show):
     show: print a warning if the file system has no locks. Returns: the open lock file; None if there is no cache or no
     lock. Raises InputError if OM_prepare.py keeps the cache locked for more than PATIENCE_S seconds.
     """
-    if not read_json(Path(folder) / "manifest.json"):
+    # --repair removes the manifest first.
+    if not (Path(folder) / ".readers").is_file() and not read_json(Path(folder) / "manifest.json"):
         return None  # and leave no .readers in a folder that is no cache, see `require_ours`
     ends = time.monotonic() + PATIENCE_S
     readers = open_readers(folder)
