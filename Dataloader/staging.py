@@ -253,7 +253,9 @@ def copy_file(path, target, checksum=None):
 def remove_unused(parent, target=None):
     """Delete this user's copies that no process holds, except `target`. Copies of other users are not touched."""
     for other in parent.glob(f"omnimorph_{os.getuid()}_*"):
-        if other != target and is_ours(other) and os.path.lexists(other / ".lock"):
+        if is_ours(other) and ".removed-" in other.name:  # by a process that was killed before it was done
+            shutil.rmtree(other, ignore_errors=True)
+        elif other != target and is_ours(other) and os.path.lexists(other / ".lock"):
             # Another copy that cannot be opened or removed must not stop this training.
             with contextlib.suppress(OSError), open(other / ".lock", opener=private) as handle:
                 remove_if_unused(other, handle)

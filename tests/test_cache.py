@@ -1023,6 +1023,14 @@ def test_a_copy_is_for_its_user_alone(made, tmp_path):
     assert {path.stat().st_mode & 0o777 for path in copy.iterdir()} == {0o600}
 
 
+def test_what_is_left_of_a_removed_copy_is_removed(made, tmp_path):
+    """Its process was killed after the lock was gone."""
+    copy = staged_here(made / "cache", tmp_path)
+    left = shutil.copytree(copy, copy.with_name(f"{copy.name}.removed-999999"), ignore=lambda *_: [".lock"])
+    staging.remove_unused(tmp_path, copy)
+    assert copy.is_dir() and not left.exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to another user")
 def test_what_other_users_have_put_there_is_neither_believed_nor_touched(made, tmp_path):
     victim, stage = tmp_path / "victim", tmp_path / "stage"
