@@ -343,7 +343,8 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE, inputs=INPUTS):
     except InputError as error:
         raise InputError(f"{root}: the {len(val)} held-out volumes: {str(error).removesuffix('.')}; or hold out more "
                          "of them (data.val_fraction, data.val_ids), or none (data.val_fraction=0).") from error
-    val_set = make_dataset(val, val_rule, "validation volumes", ("image", "label"), **source)
+    kinds = ("image", "label", *["mask"] * cfg["registration.masks"])
+    val_set = make_dataset(val, val_rule, "validation volumes", kinds, **source)
     return train_set, val_set, listed
 
 

@@ -57,7 +57,7 @@ def random_field(seed, size, amplitude=AMPLITUDE, dims=3):
     scale within 8 %, shift within 2 %, at the default amplitude), integrated by scaling and squaring (Arsigny et al.,
     MICCAI 2006).
     seed: int >= 0. size: int or one per axis. amplitude: root mean square displacement over voxels and axes, as a
-    fraction of the side along each axis.
+    fraction of the side along each axis; above 0.08 some voxels may fold, and it is met less exactly.
     Returns: float32 (dims, *size), displacement in voxels, channel 0 along the first axis.
     """
     size = _shape(size, dims)
@@ -200,7 +200,8 @@ def main():
     parser.add_argument("--size", type=int, nargs="+", default=[48], help="voxels per side, one or one per axis")
     parser.add_argument("--dims", type=int, choices=(2, 3), default=3, help="2 or 3 dimensions (default 3)")
     parser.add_argument("--amplitude", type=float, default=AMPLITUDE,
-                        help=f"root mean square displacement per axis, fraction of the side (default {AMPLITUDE})")
+                        help="root mean square displacement per axis, fraction of the side; above 0.08 some voxels may "
+                        f"fold (default {AMPLITUDE})")
     parser.add_argument("--with-fields", action="store_true", help="also write the true fields as .npy")
     args = parse_options(parser)
     if args.count < 1 or args.first_seed < 0:

@@ -41,13 +41,13 @@ def read_matrix(path, fixed, moving, dims=3):
     """
     path = Path(path)
     require_file(path)
-    content = path.read_bytes()
-    if path.suffix not in MATRICES:
+    content, suffix = path.read_bytes(), path.suffix.lower()
+    if suffix not in MATRICES:
         raise InputError(f"{path}: a matrix ends in {', '.join(MATRICES)}, and a field in {', '.join(FIELDS)}.")
     numbers = _plain_numbers(content)
-    if path.suffix == ".lta":
+    if suffix == ".lta":
         matrix = _from_lta(path, content.decode(errors="replace"))
-    elif numbers is not None and path.suffix != ".mat":
+    elif numbers is not None and suffix != ".mat":
         raise InputError(f"{path}: sixteen numbers do not say whose matrix they are; rename it to .mat if it is one of "
                          "FSL's flirt, and write others (NiftyReg, numpy) as an ITK transform.")
     elif numbers is not None:
@@ -96,9 +96,11 @@ def _itk_text(path, text):
         numbers = {key: np.array(value.split(), np.float64) for key, value in lines if key.endswith("Parameters")}
     except ValueError as error:
         raise InputError(f"{path}: not a readable ITK transform ({error}); export it again.") from error
-    if len(names) != 1 or len(numbers) != 2:
+    if len(names) != 1:
         raise InputError(f"{path}: the file has {len(names)} transforms; give a file with one, such as ANTs' "
                          "0GenericAffine.mat.")
+    if numbers.keys() != {"Parameters", "FixedParameters"}:
+        raise InputError(f"{path}: a line Parameters or FixedParameters is missing; export it again.")
     return names[0], numbers["Parameters"], numbers["FixedParameters"]
 
 
@@ -121,6 +123,9 @@ def _from_itk(path, name, parameters, centre):
     if kind in ("AffineTransform", "MatrixOffsetTransformBase") and len(parameters) == dims * (dims + 1):
         linear, shift = parameters[:dims * dims].reshape(dims, dims), parameters[dims * dims:]
     elif kind in ("Euler3DTransform", "VersorRigid3DTransform", "Similarity3DTransform"):
+        if len(parameters) != (7 if kind.startswith("Similarity") else 6) or len(centre) < 3:
+            raise InputError(f"{path}: {name} has {len(parameters)} parameters and a centre of {len(centre)}, so the "
+                             "file is cut off; export it again.")
         zyx = len(centre) > 3 and bool(centre[3])  # Euler3D has a flag after the centre
         linear, shift, centre = _rotation(kind, parameters, zyx), parameters[3:6], centre[:3]
     elif kind == "TranslationTransform":
@@ -219,7 +224,7 @@ def read_any_field(path, dims=3):
 
     Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4. Raises InputError naming the file.
     """
-    if Path(path).suffix != ".h5":
+    if Path(path).suffix.lower() != ".h5":
         return read_field(path, dims)
     require_file(path)
     sitk = formats.import_sitk(path)

@@ -119,12 +119,14 @@ def conv(dims, in_channels, out_channels, kernel_size=3, stride=1, dilation=1, b
 
 
 def group_norm(channels):
-    """Group normalisation over groups of 8 channels (Wu & He, ECCV 2018).
+    """Group normalisation over groups of 8 channels, or of the next larger number that divides them (Wu & He, ECCV
+    2018).
 
     Unlike batch norm it has no statistics over the batch: batches hold one or two volumes, and a sample's result must
     not depend on the others in its batch.
     """
-    return nn.GroupNorm(max(channels // 8, 1), channels)
+    groups = next(count for count in range(max(channels // 8, 1), 0, -1) if channels % count == 0)
+    return nn.GroupNorm(groups, channels)
 
 
 def start_at_zero(layer):
@@ -171,8 +173,8 @@ class TimeEmbedding(nn.Module):
 class FieldScale(nn.Module):
     """Scales a network's output of order one to voxels: field = field_norm x typical displacement at t x side.
 
-    The deformation that mode 1 undoes grows a hundredfold from t = 1 to the last t. Without the scale the network would
-    first have to learn that factor, and every step of registration would disturb predictions at small t.
+    The deformation that mode 1 undoes grows more than tenfold from t = 1 to the last t. Without the scale the network
+    would first have to learn that factor, and every step of registration would disturb predictions at small t.
     """
 
     def __init__(self, typical_norm):

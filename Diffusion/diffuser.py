@@ -155,7 +155,7 @@ class DeformDDPM:
         net: called as net(image, t, condition), like a network of `build_network`. x0: (B, C, *spatial). start: 1 ..
         timesteps - 1. rng_keys: B tuples (seed, epoch, sample). condition: from `make_condition`: of x0 to return to
         it, of another image to move towards that one, None for any image that the network considers likely. stride:
-        times per step of the scaled recovery; up to 4 no prediction is stretched, except slightly near the end.
+        times per step of the scaled recovery; with 2 or more, some predictions near the end are stretched.
         Returns: field (B, N, *spatial) in voxels, to warp x0 by.
         """
         field = self.draw_image_field(x0.shape[2:], [start] * len(x0), rng_keys, x0.device)

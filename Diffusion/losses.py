@@ -388,7 +388,12 @@ def table_lookup(image, table):
 
 
 def mind(image, target, window=None, squared=None, weight=None):
-    """The `mind_similarity` of two images (B, C, *spatial); it has a window of its own and no square."""
+    """The `mind_similarity` of two images (B, C, *spatial); it has a window of its own and no square.
+
+    What has no weight is 0 in both, else its surroundings would see it. weight: (B, 1, *spatial) or None.
+    """
+    if weight is not None:
+        image, target = image * (weight > 0), target * (weight > 0)
     return mind_similarity(self_similarity(image), self_similarity(target), weight)
 
 

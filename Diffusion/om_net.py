@@ -659,7 +659,10 @@ class OM_net(nn.Module):
         shown_fraction = None  # only the affine match asks for it
         if self.match is not None:
             shown_fraction = self.shown_fraction(image, condition, use_condition)           # (B,)
-        target = self.descent_target(condition, use_condition)
+        shown = condition
+        if condition is None and self.conditioned:  # as one that is hidden: its steps have no force, but a context
+            shown = image.new_zeros(len(image), image.shape[1] + 1, *image.shape[2:])
+        target = self.descent_target(shown, use_condition)
         attentions = iter(self.attention.in_passes(self.rec_num, image))
 
         def one_pass(warped):

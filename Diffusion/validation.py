@@ -8,9 +8,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from Dataloader.dataset import Maps
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
-from Diffusion.losses import image_similarity, recovery_terms
+from Diffusion.losses import image_similarity, recovery_terms, warp_inside
 from Diffusion.metrics import average, dice, folding_percent
 from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Runtime import agree, launch, watchdog
@@ -55,7 +56,8 @@ def measured_on(cfg, dataset):
 
     dataset: of the held-out volumes.
     """
-    described = [item["id"] for item in dataset.items], validation_pairs(cfg, dataset), [cfg[key] for key in MEASURED]
+    described = [item["id"] for item in dataset.items], validation_pairs(cfg, dataset), [
+        *(cfg[key] for key in MEASURED), *["masks"] * cfg["registration.masks"]]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
@@ -167,6 +169,7 @@ def validate_registration(run, dataset):
     cfg, net, device = run.cfg, run.net, run.device
     scores, picture, as_measured = [], None, {**cfg, **VAL_IMGSIM}
     pairs = validation_pairs(cfg, dataset)
+    masks = Maps(dataset, "mask", cfg["data.img_size"]) if cfg["registration.masks"] else None
     for number, counts in cases_of_rank(len(pairs), run.ranks):
         watchdog.goes_on()
         pair = pairs[number]
@@ -176,8 +179,12 @@ def validate_registration(run, dataset):
         warped = warp(moving, field)
         if not counts:
             continue
+        compared, inside = warped, None
+        if masks:
+            both = (send(torch.from_numpy(masks[index])[None, None], device) for index in pair)
+            compared, inside = warp_inside(moving, field, *both)
         score = {"val_dice": None, "val_dice_before": None,
-                 "val_imgsim": image_similarity(warped, fixed, as_measured).item(),
+                 "val_imgsim": image_similarity(compared, fixed, as_measured, inside).item(),
                  "val_folding": folding_percent(field)}
         labels = [dataset.label(index) for index in pair]
         if all(label is not None for label in labels):

@@ -150,7 +150,12 @@ def test_nitransforms_writes_what_we_read(tmp_path, pair, suffix, program, movin
      b"FixedParameters: 0 0 0\n", "is not an affine matrix"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: AffineTransform_double_3_3\nParameters: 1 x\n",
      "not a readable ITK transform"),
-    ("a.tfm", b"#Insight Transform File V1.0\nTransform: CompositeTransform_double_3_3\n", "1 transforms")])
+    ("a.tfm", b"#Insight Transform File V1.0\nTransform: CompositeTransform_double_3_3\n", "Parameters is missing"),
+    ("a.tfm", b"#Insight Transform File V1.0\n", "0 transforms"),
+    ("a.tfm", b"#Insight Transform File V1.0\nTransform: Euler3DTransform_double_3_3\nParameters: 0 0 0 4 5\n"
+     b"FixedParameters: 0 0 0\n", "has 5 parameters and a centre of 3, so the file is cut off"),
+    ("A.TFM", b"#Insight Transform File V1.0\nTransform: Similarity3DTransform_double_3_3\nParameters: 0 0 0 1 2 3\n"
+     b"FixedParameters: 0 0 0\n", "so the file is cut off")])
 def test_what_is_no_matrix_is_one_sentence(tmp_path, pair, name, content, reason):
     fixed, moving, _ = pair()
     if content:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from Dataloader.dataset import VolumeDataset
 from Diffusion.fields import compose, exponential, identity, warp
 from Diffusion.metrics import folding_percent
 from Diffusion.networks import build_network
@@ -113,6 +114,22 @@ def test_a_single_volume_is_not_registered_to_itself():
     assert validate_registration(None, [FIXED]) == ([], None)
 
 
+def test_what_lies_outside_the_masks_does_not_decide_which_checkpoint_is_the_best():
+    mask = np.ones((24, 24, 24), np.int16)
+    mask[14:] = 0
+    scores = []
+    for lesion in (0.0, 1.0):
+        images = [volume[0].clone() for volume in (MOVING, FIXED)]
+        images[1][:, 14:] += lesion * torch.rand(10, 24, 24, generator=torch.Generator().manual_seed(1))
+        dataset = VolumeDataset([{"id": name, "label": None, "mask": "m", "subject": name} for name in "ab"],
+                                images, None, None, masks=[mask, mask])
+        dataset.image = images.__getitem__
+        run = SimpleNamespace(cfg=config(masks=True, rounds=1, symmetric=False), ranks=Ranks(),
+                              net=lambda image, *_: torch.zeros(1, 3, 24, 24, 24), device=torch.device("cpu"))
+        scores.append([score["val_imgsim"] for _, score in validate_registration(run, dataset)[0]])
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6) and 0 < scores[0][0] < 1
+
+
 def held_out(count, labelled=(), rule=None):
     items = [{"id": f"s_{number}", "label": "there" if number in labelled else None} for number in range(count)]
     return SimpleNamespace(items=items, rule=rule)
@@ -157,7 +174,7 @@ def test_what_scores_depend_on_besides_the_network_makes_them_incomparable():
     assert first == measured_on({**cfg, "optim.lr": 1.0, "run.val_every": 7}, held_out(4)) and len(first) == 16
     changes = [{"run.val_pairs": 3}, {"registration.rounds": 5}, {"registration.symmetric": False},
                {"registration.similarity": "mind"}, {"run.seed": 9}, {"data.img_size": [8, 8, 8]},
-               {"data.spacing_mm": 3.5}, {"diffusion.v_scale": 0.5}]
+               {"data.spacing_mm": 3.5}, {"diffusion.v_scale": 0.5}, {"registration.masks": True}]
     others = [measured_on({**cfg, **change}, held_out(4)) for change in changes]
     others += [measured_on(cfg, held_out(5)), measured_on(cfg, held_out(4, labelled=(1, 2)))]
     assert len({first, *others}) == 1 + len(others)
