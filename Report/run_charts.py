@@ -27,8 +27,8 @@ def restarts(found):
     """Vertical lines at the first step of each restarted attempt: [(step, "dead" or "planned", text)]."""
     marks, steps = [], found["steps"]
     for before, each in zip(found["costs"], found["costs"][1:]):
-        begun = [row for row in each["rows"] if steps["is_step"][row]]  # none if it was refused
-        if not before["end"] or before["cause"] == "done" or not begun:
+        begun = each["rows"][steps["is_step"][each["rows"]] == 1]  # none if it was refused
+        if not before["end"] or before["cause"] == "done" or not len(begun):
             continue
         kind = "dead" if before["end"]["verdict"]["dead"] else "planned"
         marks.append((steps["step"][begun[0]], kind, f"attempt {before['attempt']}: {before['cause']}"))

@@ -146,7 +146,7 @@ def as_columns(columns):
     done, again, least = np.flatnonzero(rows["is_step"] == 1), {}, math.inf
     for attempt in np.unique(rows["attempt"])[::-1]:
         again[attempt] = least
-        least = min([least, *rows["step"][done][rows["attempt"][done] == attempt]])
+        least = rows["step"][done][rows["attempt"][done] == attempt].min(initial=least)
     rows["seconds"] = sum(spent, np.zeros(count))
     rows["replayed"] = (rows["is_step"] == 1) & (rows["step"] >= [again[attempt] for attempt in rows["attempt"]])
     rows["replayed"] = rows["replayed"].astype(float)
