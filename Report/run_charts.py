@@ -55,14 +55,17 @@ def gradient_charts(found):
     """Gradient norms and clip rates of each mode, gate openings, learning rate."""
     steps, marks, cfg = found["once"], restarts(found), found["config"]
     x, charts, rates, modes = steps["step"], [], [], {mode["name"]: mode for mode in found["modes"]}
+    keys = {mode["name"]: mode.get("clip_norm") for launch in found["launches"] for mode in launch.get("modes", ())
+            if "name" in mode}
     for name in [name for name in steps if name.startswith("norms.")]:
         mode, column = name.removeprefix("norms."), steps[name]
-        limit = cfg.get(modes[mode].get("clip_norm")) if mode in modes else None
+        limit, limits = cfg.get(keys.get(mode)), limits_of(found, keys.get(mode))
+        now = " in the newest launch" * (len(np.unique(limits)) > 1)
         charts.append(line_chart(f"gradient norm, {mode}", [(mode, x, column)], marks, log=True,
                                  limits=[(f"clipped to {limit:g}", limit)] if limit else [],
-                                 note=f"dashed: clipped to {limit:g}" if limit else "not clipped"))
-        if limit:
-            rates.append((mode, x, np.where(np.isfinite(column), 100.0 * (column > limit), np.nan)))
+                                 note=(f"dashed: clipped to {limit:g}" if limit else "not clipped") + now))
+        if np.isfinite(limits).any():
+            rates.append((mode, x, np.where(np.isfinite(column), 100.0 * (column > limits), np.nan)))
     charts.append(line_chart("steps that are clipped, %", smoothed(rates), marks, note="mean of 50 steps"))
     for mode in [mode for mode in modes.values() if mode.get("gate")]:
         charts.append(line_chart("gate open, % of the steps", smoothed([("open", x, 100 * steps["open"])]), marks,
@@ -72,6 +75,15 @@ def gradient_charts(found):
     count = np.cumsum(np.nan_to_num(steps["nonfinite"]))
     charts.append(line_chart("non-finite losses, in all", [("count", x, count)], marks))
     return charts
+
+
+def limits_of(found, key):
+    """The limit on a gradient norm in each step, by the config of its launch; infinite without one. key: its key."""
+    steps = found["once"]["step"]
+    limits = np.full(len(steps), np.inf)
+    for launch in found["launches"]:
+        limits[steps >= launch.get("step", 0)] = launch["config"].get(key) or np.inf
+    return limits
 
 
 def smoothed(curves, width=50):

@@ -26,8 +26,8 @@ READ_BYTES = 64 * 2 ** 20
 # The forms that a report expects of the files beside the logs (`of_form`).
 MODE = {"name": str, "curve": str, "terms": [str]}
 FORMS = {"launch": {"command": [str], "modes": [{**MODE, "clip_norm": str, "gate": str}], "packages": {},
-                    "settings": {}, "job": {}},
-         "manifest": {"checkpoints": {"*": {"bytes": (int, float)}}}, "lock": {}}
+                    "settings": {}, "job": {}, "step": (int, float)},
+         "manifest": {"checkpoints": {"*": {"bytes": (int, float)}}}, "lock": {"stale_after_s": (int, float)}}
 
 
 def read_run(run):

@@ -6,7 +6,7 @@ import pytest
 
 from Report.goodput import add_up
 from Report.rules import last_step
-from Report.run_charts import restarts
+from Report.run_charts import gradient_charts, limits_of, restarts
 from Report.run_logs import read_run
 
 
@@ -70,6 +70,21 @@ def test_what_lies_beyond_the_step_that_a_later_attempt_began_from_is_lost(tmp_p
     assert [line["step"] for line in found["pace"][0]] == [1, 2]
     assert restarts(found) == [(2, "dead", "attempt 0: killed")]
     assert add_up(found)[0]["useful steps"] == 3 and add_up(found)[0]["replayed steps"] == 4
+
+
+def test_each_step_was_clipped_as_its_launch_says(tmp_path):
+    begin(tmp_path)
+    write_lines(tmp_path / "rank0.jsonl", *(step(number, norms={"contrastive": 0.5}) for number in range(4)))
+    for first, limit in ((0, 0.1), (2, 1.0)):
+        folder = tmp_path / f"launches/000{first}"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(f"contrastive: {{clip_norm: {limit}}}\n")
+        mode = {"name": "contrastive", "curve": "contrastive", "terms": [], "clip_norm": "contrastive.clip_norm"}
+        (folder / "launch.json").write_text(json.dumps({"step": first, "modes": [mode]}))
+    found = read_run(tmp_path)
+    assert limits_of(found, "contrastive.clip_norm").tolist() == [0.1, 0.1, 1, 1]
+    charts = "".join(gradient_charts(found))
+    assert "dashed: clipped to 1 in the newest launch" in charts and charts.count("not clipped") == 0
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "step", "att', b'{"event": "step", "step": 3}x\n', b"\xff\xfe\n", b"7\n"])
