@@ -178,8 +178,6 @@ def score_all(args):
     if taken and not (isinstance(earlier, dict) and {"pairs", "failed", "mean"} == set(earlier)):
         raise InputError(f"{taken}: it is not of an earlier run, and the scores would replace it; choose another "
                          "--out.")
-    for path in reversed(files):  # if no pair can be scored, those of an earlier run would look like its scores
-        path.unlink(missing_ok=True)
     scores, failed = [], []
     with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
         for pair in bar:
@@ -192,6 +190,9 @@ def score_all(args):
                     tqdm.write(f"warning: {score['name']}: {sentence}", file=sys.stderr)
     if scores:
         write_scores(Path(args.out), scores, failed)
+    else:
+        for path in reversed(files):  # those of an earlier run would look like scores of these pairs
+            path.unlink(missing_ok=True)
     for entry in failed:
         print(f"error: {entry['name']}: {entry['reason']}" if args.pairs else f"error: {entry['reason']}",
               file=sys.stderr)
