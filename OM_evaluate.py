@@ -101,11 +101,12 @@ def score_pair(pair, dims=3, carried=None):
                 raise InputError(f"{one} scores nothing alone: add {other}, or leave it out.")
     scores = {"name": pair.get("name", "pair"), "labels": {}}
     field = affine = moving = None
-    problem = ""
+    problem = gone = ""
     if "field" in pair:
         field, affine = read_field(pair["field"], dims)
-        thinned = every(field, thinning(field.shape[1:]))  # as `pair_scores` of a registration
-        scores.update((key, value) for key, value in field_scores(thinned).items() if key in COLUMNS)
+        # Of a registered pair as `pair_scores` does it; other programs' fields may fold in single voxels.
+        seen = every(field, thinning(field.shape[1:])) if "written" in pair else field
+        scores.update((key, value) for key, value in field_scores(seen).items() if key in COLUMNS)
     if "fixed_label" in pair:
         fixed, fixed_affine = read_label(pair["fixed_label"], dims)
         if field is not None and pair.get("resample"):
@@ -117,7 +118,10 @@ def score_pair(pair, dims=3, carried=None):
         label_maps = {}  # "_before": as the headers place them; "": after registration
         if "moving_label" in pair:
             moving, own = read_label(pair["moving_label"], dims)
-            if pair.get("resample"):
+            if pair.get("resample") and not Path(pair["resample"]).exists():
+                gone = (f"{pair['resample']}: this image is gone, so its labels were not resampled to it first, as the "
+                        "registration did.")
+            elif pair.get("resample"):
                 shape, image_affine = read_header(pair["resample"], dims)
                 moving = apply_label(moving, own, np.zeros((dims, *shape), np.float32), image_affine, carried)
                 own = image_affine
@@ -134,7 +138,7 @@ def score_pair(pair, dims=3, carried=None):
     if "fixed_points" in pair and "moving_points" in pair:
         fixed_mm, moving_mm = read_points(pair["fixed_points"]), read_points(pair["moving_points"])
         scores.update(point_scores(fixed_mm, moving_mm, pair, field, affine))
-    scores["warnings"] = [*said_of_labels(scores), *[problem] * bool(problem)]
+    scores["warnings"] = [*said_of_labels(scores), *filter(None, (problem, gone))]
     if len(scores) == 3:
         why = problem.rstrip(".") or f"{scores['name']}: nothing to score"
         raise InputError(f"{why}; give a field, label images or landmarks.")

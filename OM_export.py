@@ -12,6 +12,7 @@ import Runtime.unix  # noqa: F401  first: an outdated Python, or Windows, stops 
 # isort: split
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -255,11 +256,12 @@ def export(model, out=None, licence=None, overrides=()):
     about = about_run(source, state)
     licence = licence or (PUBLISHED_LICENCE if state.get("published") else UNSTATED)
     digest = write_weights(target, state.get("ema") or state["model"], config, about["commit"], licence)
-    page = folder / PAGE
-    write_file(folder / CONFIG, json.dumps(config, indent=1) + "\n")
+    page, settings = folder / PAGE, json.dumps(config, indent=1) + "\n"
     text = card(source.name, net, state, cfg, about, digest, licence)
-    text = f"{text}\n<!-- SHA-256 of {CONFIG}: {sha256(folder / CONFIG)} -->\n"
+    text = f"{text}\n<!-- SHA-256 of {CONFIG}: {hashlib.sha256(settings.encode()).hexdigest()} -->\n"
+    (folder / CONFIG).unlink(missing_ok=True)  # in this order, a killed export leaves nothing that looks edited
     write_file(page, signed(text, "<!-- SHA-256 of all above, by which a later export sees if it was edited: {} -->"))
+    write_file(folder / CONFIG, settings)
     return target, page
 
 
@@ -268,7 +270,7 @@ def require_own(folder):
     page, config = folder / PAGE, folder / CONFIG
     require_unedited(page)
     if config.is_file() and not (page.is_file() and sha256(config).encode() in page.read_bytes()):
-        raise InputError(f"{config}: it is not as this program wrote it, and would be replaced; keep it under another "
+        raise InputError(f"{config}: it is not as this version wrote it, and would be replaced; keep it under another "
                          "name, or choose another --out.")
 
 

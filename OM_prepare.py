@@ -269,7 +269,7 @@ def warn_of_cut_labels(parts):
     empty = [line["id"] for line in lines if line.get("mask_kept") == 0]
     if empty:
         print(f"warning: {len(empty)} volumes, such as {empty[0]}, have nothing of their mask on the training grid, so "
-              f"that no voxel of them counts: {advice}", file=sys.stderr)
+              f"that no voxel of them counts where masks do: {advice}", file=sys.stderr)
 
 
 def remove_old(folder, keep, alone):

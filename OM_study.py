@@ -156,9 +156,11 @@ def require_apart(args):
     """Raise InputError if the results would lie among the volumes: a later run would take them for volumes too."""
     folders = [*getattr(args, "images", []), *getattr(args, "scans", []), getattr(args, "atlases", None)]
     inner = {"segment": "atlases", "template": "subjects"}.get(args.task, "")  # where it writes volumes of each of them
-    taken = [os.path.realpath(os.path.join(args.out, name)) for name in ("", inner)]
+    out, inside = os.path.realpath(args.out), os.path.realpath(os.path.join(args.out, inner))
     for path in filter(None, folders):
-        if os.path.realpath(path) in taken:
+        place = os.path.realpath(path)
+        read_whole = not os.path.isdir(os.path.join(path, "imagesTr"))  # else only that folder is read
+        if place == out and read_whole or inner and place == inside:
             raise InputError(f"{path}: it is a folder of images, and a later run would take the results in it for "
                              "images; choose another --out.")
 

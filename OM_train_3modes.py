@@ -202,7 +202,8 @@ def set_up(cfg, args, ranks, folder):
     if cfg["loss.segment"]:  # the checkpoint records what the network segments
         settled["registration.labels"] = ",".join(map(str, labels))
     elif cfg["model.structures"] and content:  # it still segments what it has learned
-        settled["registration.labels"] = (content["config"] or {}).get("registration.labels", "")
+        settled["registration.labels"] = (content["config"].get("registration.labels")
+                                          or cfg["registration.labels"])
     cfg = cfg | settled  # a new dict: the config as read stays unchanged
     run = training_state.Run(
         cfg=cfg, modes=modes_of(cfg, MODES), terms=TERMS, net=build_network(cfg, place),

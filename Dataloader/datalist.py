@@ -32,6 +32,8 @@ NO_DATA = {"derivatives", "sourcedata"}  # BIDS folders of results and raw data,
 # the jobs of --part are joined, only PART_RESULTS are there.
 OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"})
 PART_RESULTS = "parts/*_of_*/results.json"
+OF_RESULTS = re.compile(r"(?:warped|field|inverse_field|jacobian|segmented_(?:fixed|moving)|disp_[0-9]+_[0-9]+)"
+                        r"(?:_label|_channel_[0-9])?[.]")  # names of the volumes in folders of results
 # A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
 # one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
 SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. -])?(?P<word>d?segm?|aseg|synthseg|segmentations?|labels?|labelmap|"
@@ -114,7 +116,7 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         # Other numbers, such as 0001 to 0100, are those of volumes, each with all of its channels.
         if 0 in numbers and 0 < max(numbers) < MOST_CHANNELS:
             items = group_channels(items)
-        elif not numbers:
+        elif not numbers and not (root.is_file() or root.is_dir() and list_file(root)):  # lists name them
             items = group_contrasts(items, channels)
     for item in items:
         found = 1 + len(item.get("channels", []))
@@ -179,8 +181,9 @@ def group_channels(items, found=None):
 def group_contrasts(items, channels):
     """Items with the contrasts of each case as its channels, in alphabetical order: case_7_flair and case_7_t1.
 
-    Unchanged unless the names of all items end with one of as many contrasts as there are channels, and each with
-    another one of its case. Raises InputError as `group_channels`.
+    Unchanged unless the names of all items end with one of as many contrasts as there are channels, each with another
+    one of its case, some cases have all of them, and the first file holds one image. Raises InputError as
+    `group_channels`.
     """
     names = [PROCESSED.sub("", item["id"]) for item in items]
     ends = [CONTRAST.search(name) for name in names]
@@ -188,7 +191,10 @@ def group_contrasts(items, channels):
     if not all(ends) or len(contrasts) != channels:
         return items
     found = [(name[:end.start()], contrasts.index(end[1].lower())) for name, end in zip(names, ends)]
-    return items if len(set(found)) < len(found) else group_channels(items, found)
+    most = max(collections.Counter(case for case, _ in found).values())
+    if len(set(found)) < len(found) or most < channels or open_nifti(items[0]["image"]).shape[3:4] > (1,):
+        return items
+    return group_channels(items, found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -495,7 +501,8 @@ def _read_items(root, channels):
     if not root.exists():  # a pattern
         above, found = _above_pattern(root), sorted(glob.glob(str(root), recursive=True))
         paths = [path for path in map(Path, found) if ends_in(path, SUFFIXES) and path.is_file()]
-        return *_from_paths(above, _without_results(paths, above), channels), []
+        paths = paths if OF_RESULTS.match(root.name) else _without_results(paths, above)  # it may ask for results
+        return *_from_paths(above, paths, channels), []
     if root.suffix.lower() not in (".json", ".csv"):
         raise InputError(f"{root}: a file, not a data folder, .json or .csv list; give the folder that holds it.")
     return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root), [], []
@@ -725,7 +732,8 @@ def set_apart(items, base=None):
 
 def _volumes_under(base):
     """Paths of the NIfTI files anywhere in a folder, or, without any, of volumes in other formats; and of the volumes
-    passed over: those that no NIfTI file is named after, and series of slices if they outnumber the NIfTI files.
+    passed over: files that no NIfTI file is named after. Series of slices are mostly what NIfTI files were made of, and
+    so are the volumes in a folder mri of FreeSurfer.
 
     A folder of DICOM slices is one volume. Folders of results, see OWN_RESULTS, are skipped. Linked folders come last,
     so that a folder inside `base` keeps its own name. Raises InputError for broken links.
@@ -765,11 +773,9 @@ def _volumes_under(base):
     nifti = [path for path in paths if ends_in(path, NIFTI)]
     if all(map(is_named_segmentation, nifti)):
         return paths, []
-    names, others = set(map(_stem, nifti)), [path for path in paths if not ends_in(path, NIFTI)]
-    series = [path for path in others if path.is_dir()]  # most are the sources of the NIfTI files
-    passed = [path for path in others if path.is_file() and _stem(path) not in names
-              and not is_named_segmentation(path)]
-    return nifti, passed + series if len(series) > len(nifti) else passed
+    names = set(map(_stem, nifti))
+    return nifti, [path for path in paths if not ends_in(path, NIFTI) and path.is_file() and _stem(path) not in names
+                   and not is_named_segmentation(path) and path.parent.name != "mri"]
 
 
 def _is_of_results(folder, inner, names):
@@ -779,20 +785,26 @@ def _is_of_results(folder, inner, names):
 
 
 def _without_results(paths, above):
-    """The files of a pattern without those in folders of results below `above`, which an earlier run has written; all
-    of them if the pattern finds nothing else, since it then asks for results."""
-    inside = {}
-    for folder in {folder for path in paths for folder in path.parents if above in folder.parents}:
-        inside[folder] = _is_of_results(*next(os.walk(folder), (folder, [], [])))
-    return [path for path in paths if not any(inside.get(folder) for folder in path.parents)] or paths
+    """The files of a pattern without the results of earlier runs below `above`; all of them if it finds nothing else.
+
+    A folder of results may be that of an image too, so only files with names of results count, copies in bids/, and all
+    that OM_augment.py writes.
+    """
+    folders = {folder for path in paths for folder in path.parents if above in folder.parents}
+    of_results = [folder for folder in folders if _is_of_results(*next(os.walk(folder), (folder, [], [])))]
+    drawn = {folder for folder in of_results if (folder / "draws.jsonl").is_file()}
+    copies = {folder / "bids" for folder in of_results}
+    return [path for path in paths if not (drawn | copies).intersection(path.parents) and not (
+        OF_RESULTS.match(path.name) and set(of_results).intersection(path.parents))] or paths
 
 
 def _derived_segmentation(root):
-    """A segmentation in the BIDS folder of results, or None."""
-    for folder, inner, names in os.walk(root / "derivatives"):
-        inner.sort()
+    """A segmentation in the first thousand folders of the BIDS folder of results, or None. Masks of heads are none."""
+    for folder, inner, names in itertools.islice(os.walk(root / "derivatives"), 1000):
+        inner[:] = sorted(name for name in inner if name not in ("func", "figures", "log", "logs"))
         for name in sorted(names):
-            if ends_in(name, NIFTI) and is_named_segmentation(name) and "probseg" not in name and name[0] != ".":
+            if (ends_in(name, NIFTI) and is_named_segmentation(name) and name[0] != "."
+                    and not re.search("probseg|mask", name, re.I)):
                 return Path(folder, name)
     return None
 

@@ -65,6 +65,15 @@ def _is_dicom(path):
         return file.read(132)[128:] == b"DICM"
 
 
+def _dicom_kind(path):
+    """The kind of a DICOM object: the UID of its SOP class, b"" without one; None for a file without DICOM's mark."""
+    if not _is_dicom(path):
+        return None
+    with open(path, "rb") as file:
+        found = re.search(rb"\x02\x00\x02\x00UI..([0-9.]+)", file.read(1024), re.S)
+    return found[1] if found else b""
+
+
 def parts_of(path):
     """The files that hold a volume: itself; the slices in a folder; a .mhd or .nhdr header with its voxels."""
     path = Path(path)
@@ -183,11 +192,14 @@ def files_of(sitk, path):
     if len(names) != 1:
         raise InputError(f"{path}: the folder has {len(names)} DICOM series; put each into its own folder.")
     slices = list(sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(path), names[0]))
-    # ITK drops files that it cannot read, such as a slice whose copy was cut off.
+    # ITK drops files that it cannot read, such as a slice whose copy was cut off, and what is no image (RTSTRUCT, SR).
     suffixes, known = {Path(each).suffix.lower() for each in slices} - {""}, set(map(os.path.basename, slices))
+    kind = _dicom_kind(slices[0])
     for file in parts_of(path):
-        if file.name not in known and not file.name.startswith("DICOMDIR") and (
-                file.suffix.lower() in suffixes or not os.access(file, os.R_OK) or _is_dicom(file)):
+        if file.name in known or file.name.upper().startswith("DICOMDIR"):
+            continue
+        own = _dicom_kind(file) if os.access(file, os.R_OK) else kind
+        if own == kind or own is None and file.suffix.lower() in suffixes:
             raise InputError(f"{path}: {file.name} belongs to no series or cannot be read, as after a copy that was "
                              "cut off; copy it again, or move it out of the folder.")
     return slices
@@ -287,13 +299,15 @@ def _require_inflatable(path, size):
         return  # a pattern or a list of files
     # Without this number, ITK takes a whole file for the voxels, also one that begins with the header.
     stated = int(number) if number.isdigit() else 0 if local else voxels.stat().st_size
+    header_bytes = fields.get(b"HeaderSize", b"")
+    skipped = int(header_bytes) if header_bytes.isdigit() else 0  # of a file of voxels
     stream, found = zlib.decompressobj(zlib.MAX_WBITS | 32), 0  # 32: of gzip too
     with contextlib.suppress(zlib.error), open(path if local else voxels, "rb") as file:
-        file.seek(start if local else 0)
+        file.seek(start if local else skipped)
         while not stream.eof and (part := file.read(min(stated, CHUNK))):
             found += len(stream.decompress(part))
             stated -= len(part)
-    if not stream.eof or found != size:
+    if not stream.eof or found < size:
         raise _corrupt(path)
 
 

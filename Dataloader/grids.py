@@ -15,7 +15,7 @@ SMOOTH_ABOVE = 1.5  # an axis that shrinks by more is smoothed first
 SMOOTH_SIGMA = 0.4  # sigma of that Gaussian, in voxels of the target grid
 SAME_GRID = 0.1  # largest distance, in voxels, between the corners of two grids that count as the same
 MOST_VOXELS = 256 ** 3  # processed at once; larger volumes use a coarser grid, or one slab after the other
-DEEPEST, BETWEEN = -4096, 0.01  # HU, share of all voxels: a darker filler counts only if fewer lie between it and air
+DEEPEST, BETWEEN = -4096, 0.1  # HU, share of all voxels: a darker filler counts only if fewer lie between the two
 AIR, CLEAR = -1024, 76  # HU: no tissue is darker than the first; less than that by the second is no noise of air
 
 
@@ -38,7 +38,7 @@ def air_for_filler(array):
     if not below.size or (below == below.min()).mean() < 0.5:
         return array
     # The background of signed images may lie far below, such as -32768, but their tissue lies above it.
-    if below.min() < DEEPEST and np.count_nonzero(below > below.min()) > BETWEEN * array.size:
+    if np.count_nonzero((below > below.min()) & (below < DEEPEST)) > BETWEEN * array.size:
         return array
     return np.maximum(array, np.float32(AIR))
 

@@ -30,8 +30,7 @@ def on_grid(item, cfg, kinds=KINDS):
     int16 or None; shape and affine (4x4, RAS) of the file; grid_affine (4x4) of the training grid; low, high: the file
     intensities that become 0 and 1, lists if C > 1; label_kept, mask_kept, the share of the labelled volume, or of that
     in the mask, that is on the grid, None without one.
-    Raises InputError naming the file for whatever `read_volume` refuses, for a label on another grid, and for a mask
-    that is nowhere above 0.
+    Raises InputError naming the file for whatever `read_volume` refuses and for a label on another grid.
     """
     size, spacing_mm, crop = cfg["data.img_size"], cfg["data.spacing_mm"], cfg["data.crop_above"]
     channels, affine = read_image(item, cfg["model.dims"], cfg["data.channels"])
@@ -42,9 +41,6 @@ def on_grid(item, cfg, kinds=KINDS):
         others["label"] = read_beside(item, "label", shape, affine)[0]
     if item["mask"] and ("mask" in kinds or crop):
         others["mask"] = (read_beside(item, "mask", shape, affine, read_numbers)[0] > 0).astype(np.int16)
-        if not others["mask"].any():
-            raise InputError(f"{item['mask']}: the mask is nowhere above 0, so no voxel of {item['image']} would "
-                             "count; set it above 0 where voxels should count, or leave it out.")
     box = None
     if crop:
         inside = others["mask"] > 0 if "mask" in others else np.max(images, axis=0) > crop
@@ -62,7 +58,9 @@ def on_grid(item, cfg, kinds=KINDS):
             arrays[kind] = np.ascontiguousarray(to_grid(other, affine, size, spacing_mm, 0, box)[0])
     grid_affine, kept = placed[0][1], dict.fromkeys(KINDS[1:])
     for kind in kept:
-        if arrays[kind] is not None and others[kind].any():
+        if arrays[kind] is not None and not others[kind].any():
+            kept[kind] = 0.0 if kind == "mask" else None
+        elif arrays[kind] is not None:
             mm3 = [np.count_nonzero(array) * voxel_volume(around, array.ndim) for array, around in (
                 (arrays[kind], grid_affine), (others[kind], affine))]
             kept[kind] = min(mm3[0] / mm3[1], 1.0)

@@ -128,8 +128,11 @@ def drop_copies(out, kept=()):
     """Remove what earlier runs have copied to bids/, which would outlive its results, except the paths `kept`."""
     folder = Path(out) / "bids"
     for sidecar in filter(is_own_sidecar, sorted(folder.glob("sub-*/**/*.json")) if is_ours(folder) else ()):
-        for path in set(sidecar.parent.glob(f"{sidecar.stem}.*")) - set(kept):
-            path.unlink(missing_ok=True)
+        table = [".tsv"] if sidecar.stem.endswith("_timeseries") else []  # others are the user's, as of a _dseg
+        for suffix in (".nii.gz", ".h5", ".mat", *table, ".json"):
+            path = sidecar.with_name(sidecar.stem + suffix)
+            if path not in kept:
+                path.unlink(missing_ok=True)
 
 
 def write_bids(out, series=None, radius=0.0):

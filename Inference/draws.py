@@ -55,7 +55,7 @@ def claim_folder(out, settings, items, whole):
     """
     path, log = out / "settings.json", out / "draws.jsonl"
     records, earlier = read_lines(log), {}
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(FileNotFoundError, ValueError):
         earlier = json.loads(path.read_text())
     if not isinstance(earlier, dict) or not {"seed", "version"} <= earlier.keys():  # other programs have one too
         others = [entry.name for entry in out.iterdir() if entry.name not in (

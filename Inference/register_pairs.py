@@ -163,7 +163,9 @@ def register_all(args):
                 run_lock.require_free(each)
         require_own(out, folders, disps)
         if not is_list(args):  # of a list, only that pair is refused
-            require_apart(out, inputs_of(pairs[0], args))
+            require_apart(out, inputs_of(pairs[0], args), disps=args.learn2reg)
+        elif not args.part:  # but copies in bids/ are removed
+            require_apart(out / "bids", [path for pair in pairs for path in inputs_of(pair, args)], out)
         (home / "report.html").unlink(missing_ok=True)
         if not args.part:
             drop_copies(out)
@@ -211,7 +213,7 @@ def register_pair(pair, folder, earlier):
     if all(points is not None for points in points_mm):  # unequal numbers are told before the work
         point_scores(*points_mm, pair, None, None)
     require_like_channels(pair)
-    require_apart(folder, inputs_of(pair, args), Path(args.out))
+    require_apart(folder, inputs_of(pair, args), Path(args.out), args.learn2reg)
     disp = Path(args.out) / disp_name(pair, dims) if args.learn2reg else None
     labels = [read_own_label(pair, side, dims, args) for side in ("fixed", "moving")]
     with warnings.catch_warnings():
@@ -288,7 +290,7 @@ def apply_saved(args):
     own = written_before(out)
     taken = (path for path in (*targets, out / APPLIED) if path.exists() and path.name not in own)
     if foreign := next(taken, None):
-        raise InputError(f"{foreign}: it is not of an earlier --apply into {out}, and a result would replace it; "
+        raise InputError(f"{foreign}: {out / APPLIED} does not list it, and a result would replace it; remove it, or "
                          "choose another --out.")
     own.update(target.name for target in targets)
     describe_field(args.apply, field, affine, [entry[1:4] for entry in moved])

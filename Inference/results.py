@@ -43,15 +43,15 @@ PARTS = "parts"  # folder of the results of parts of a list
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 
 
-def require_apart(folder, inputs, out=None):
+def require_apart(folder, inputs, out=None, disps=False):
     """Raise InputError if a result in `folder`, or a copy of one in our bids/ of `out`, would overwrite an input file.
 
-    inputs: paths. out: of the whole list; default `folder`.
+    inputs: paths. out: of the whole list; default `folder`. disps: whether fields for Learn2Reg are written.
     """
     bids = (out or folder) / "bids"
     for path in map(Path, inputs):
         beside = path.resolve().parent == folder.resolve() and (
-            re.match(RESERVED, path.name, re.I) or re.fullmatch(DISP, path.name, re.I))
+            re.match(RESERVED, path.name, re.I) or disps and re.fullmatch(DISP, path.name, re.I))
         if beside or bids.resolve() in path.resolve().parents and is_ours(bids):
             raise InputError(f"{path}: a result with the same name would overwrite this input; choose another --out.")
 
@@ -294,8 +294,9 @@ def do_one(function, out, of_list, entry, folder, earlier):
         changed = [key for key, stamp in source_stamps(entry).items() if stamp != stamps[key]]
         return {**row, "source": {**source, **dict.fromkeys(changed)}}  # replaced meanwhile: the next run does it again
     except OSError as error:
-        homes = {Path(out).resolve(), folder.resolve()}  # that of a part does not hold the folders of its pairs
-        if not error.filename or homes & {*Path(error.filename).resolve().parents}:
+        # The folder of a part holds neither those of its pairs nor what lies beside them for Learn2Reg.
+        homes, written = {Path(out).resolve(), folder.resolve()}, Path(error.filename or "").resolve()
+        if not error.filename or homes & {*written.parents} or written.parent == folder.resolve().parent:
             raise  # the results of no entry can be written
         return f"{error.filename}: {error.strerror}; check the file."
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -72,7 +72,7 @@ def save(run, relative, state, metrics=None, best=None):
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _write_and_read_back(partial, plain)
-        entry = _entry(partial, plain, metrics)
+        entry = {**_entry(partial, plain, metrics), **({"score": best} if best else {})}
         manifest = _manifest(run, _stderr)
         before = _standing_best(run, manifest, relative, entry)
         # One of an older version has no "measured_on", which drew other validation pairs.
@@ -460,14 +460,19 @@ def _manifest(run, warn):
 
 
 def _standing_best(run, manifest, relative, entry):
-    """The manifest's best, or None if its score belongs to weights that are gone: its file is lost, or it is `relative`
-    and gets the weights of `entry`, since its epoch was trained again."""
-    best = manifest["best"]
-    old = manifest["checkpoints"].get(best["checkpoint"]) if best else None
-    if not old or wrong_size(run / best["checkpoint"], old):
+    """The manifest's best, unless its score belongs to weights that are gone: its file is lost, or it is `relative` and
+    gets the weights of `entry`, since its epoch was trained again. Then the best of the other checkpoints, or None."""
+    entries, best = manifest["checkpoints"], manifest["best"]
+    if best is None:
         return None
+    old = entries[best["checkpoint"]]
     again = best["checkpoint"] == relative and old["weights_sha256"] != entry["weights_sha256"]
-    return None if again else best
+    if not again and not wrong_size(run / best["checkpoint"], old):
+        return best
+    scores = [each["score"] for name, each in entries.items() if name not in (relative, best["checkpoint"])
+              and "score" in each and not wrong_size(run / name, each)
+              and all(each["score"][key] == best.get(key) for key in ("metric", "measured_on"))]
+    return max(scores, key=lambda score: score["value"], default=None)
 
 
 def _write_manifest(run, manifest):

@@ -124,7 +124,7 @@ def require_unedited(path):
         return
     text, newline, last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
     if hashlib.sha256(text + newline).hexdigest().encode() not in last:
-        raise InputError(f"{path}: it is not as this program wrote it, and would be replaced; keep it under another "
+        raise InputError(f"{path}: it is not as this version wrote it, and would be replaced; keep it under another "
                          "name, or choose another --out.")
 
 

@@ -115,7 +115,8 @@ def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with
                 content = {**current, "holders": [me] if me == first else [first, me]}
             else:
                 content = {"token": token or secrets.token_hex(8), "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-                           "holders": [me], "job": slurm_job(), "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
+                           "holders": [me], "user": _user(), "job": slurm_job(),
+                           "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
                            "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
             for half in run.glob(f".{path.name}.tmp-*"):  # of a process that was killed while it wrote
                 half.unlink(missing_ok=True)
@@ -165,7 +166,8 @@ def require_free(folder, instead="name another --out"):
     content = _read(folder / "lock.json")
     holder = content and patiently(lambda: _living_holder(content, folder), 120, folder)
     if holder:
-        raise InputError(f"{folder} is in use by {_describe(content, holder)}: let it finish or stop it, or {instead}.")
+        raise InputError(f"{folder} is in use by {_describe(content, holder)}: let it finish or stop it, or {instead}; "
+                         f"if you know that it is dead, remove {folder / 'lock.json'}.")
 
 
 def assert_held(run):
@@ -225,6 +227,11 @@ def _identity(pid):
         who.update(boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip(), machine=_machine(),
                    namespace=os.readlink("/proc/self/ns/pid"), began=_began(pid))
     return who
+
+
+def _user():
+    """The number of this user; None where users have none. Not that of a file's owner, which a file system may map."""
+    return os.getuid() if hasattr(os, "getuid") else None
 
 
 def _machine():
@@ -308,7 +315,7 @@ def _job_state(content, run):
         if answer.returncode and "Invalid job id" not in answer.stderr:  # Slurm's words for a job it has forgotten
             raise OSError(errno.ETIMEDOUT, f"Slurm does not say whether job {job} still runs ({answer.stderr.strip()})")
         state = answer.stdout.strip()
-        if not state and (run / "lock.json").stat().st_uid != os.getuid():
+        if not state and content.get("user", _user()) != _user():
             return None
     if re.search("RUNNING|SUSPENDED|STOPPED|CONFIGURING|RESIZING", state):
         return "running"

@@ -16,9 +16,11 @@ from Dataloader.datalist import (
     volume_id,
     without_segmentations,
 )
+from Dataloader.nifti import read_label
+from Dataloader.volume import dims_of
 from Inference.outputs import make_folder, scores_of
 from Inference.registration import register
-from Inference.results import file_digests, read_results, require_own, write_results
+from Inference.results import damage, file_digests, read_results, require_own, write_results
 from Report.page import cards_html, findings_html, write_page
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
@@ -61,6 +63,7 @@ def write_study_page(path, title, lead, cards, rows, failed, sections):
     said += [(row["verdict"], row["verdict"], f"{row['name']}: {row['reason']}") for row in rows if row.get("reason")]
     said += [("doubtful", "warning", sentence) for row in rows for sentence in row["warnings"]]
     top = cards_html(cards) + findings_html(said)
+    lead = f"{lead} Pictures of volumes show the patient's right on the left in coronal and axial slices."
     return write_page(path, title, lead, [("", top), *sections], sortable=True)
 
 
@@ -89,7 +92,8 @@ def claim(out, program, names, inputs=()):
     to `out`. inputs: paths of the files that it will read; None is skipped.
     Raises InputError if one of these files exists without results of an earlier run, or is among the inputs.
     """
-    is_new = not read_results(out)["version"]
+    homes = {out, *((out / name).parent for name in names if name.endswith("results.json"))}
+    is_new = not any(read_results(home)["version"] for home in homes)
     for name in names if is_new else ():
         if os.path.lexists(out / name) and not os.path.isdir(out / name):  # no file replaces a folder
             raise InputError(f"{out / name}: it is not of an earlier run into {out}, and a result would replace it; "
@@ -100,6 +104,25 @@ def claim(out, program, names, inputs=()):
             raise InputError(f"{path}: a result with the same name would overwrite this input; choose another --out.")
     if is_new:  # a run that is killed before its first row leaves files of its own
         write_results(out, [], [], {"program": program}, complete=False)
+
+
+def require_uncorrected(out, name):
+    """Raise InputError if somebody has corrected a label map of an earlier run, which would be made anew.
+
+    out: Path of the results. name: of the label maps in the folders of their images. One that cannot be read is only
+    damaged.
+    """
+    for row in read_results(out)["pairs"].values():
+        path = Path(row["folder"]) / name
+        entry = row.get("files", {}).get(os.path.relpath(path, out))
+        if not entry or not path.is_file() or not damage({path: entry}, out):
+            continue
+        try:
+            read_label(path, dims_of(path))
+        except InputError:
+            continue
+        raise InputError(f"{path}: it has changed since it was written, and would be made anew: move it to another "
+                         "folder to keep it, or give --again.")
 
 
 def aligned(fixed, moving, **options):

@@ -87,5 +87,4 @@ def gallery_html(pictures):
     figures = [f'<figure class="thumb" id="{escape(anchor)}"><img src="data:image/png;base64,'
                f'{base64.b64encode(data).decode()}" alt="{escape(title)}"><figcaption><b>{escape(title)}</b> '
                f"{escape(line)}</figcaption></figure>\n" for anchor, data, title, line in pictures]
-    return (f'<div class="thumbs">\n{"".join(figures)}</div>\n'
-            "<p>In coronal and axial slices the patient's right is on the left.</p>\n")
+    return f'<div class="thumbs">\n{"".join(figures)}</div>\n'

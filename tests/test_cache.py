@@ -289,9 +289,9 @@ def test_an_edit_of_the_preparing_code_is_told(made, place, tmp_path, monkeypatc
     monkeypatch.setattr(cache, "__file__", tmp_path / "Dataloader/cache.py")
     told = []
     try:
+        path = tmp_path / "Dataloader/prepare.py"
         for text in ("# a remark\n", "LEAST = 3\n"):
-            with open(tmp_path / "Dataloader/prepare.py", "a") as file:
-                file.write(text)
+            path.write_text('"""Other words."""' + path.read_text().split('"""', 2)[2] + text)
             cache.code_mark.cache_clear()
             assert run_here(made, place) == DONE
             told.append(f"{COUNT} of these were prepared before Dataloader/prepare.py" in capsys.readouterr().err)

@@ -139,6 +139,13 @@ def test_the_contrasts_of_a_case_are_its_channels(tmp_path, names):
         read_datalist(tmp_path, channels=3)
 
 
+def test_files_of_several_channels_named_by_contrasts_are_volumes(tmp_path):
+    for names in (["a_1_t1.nii", "a_1_t2.nii"], ["a_1_t1.nii", "a_2_t2.nii"]):
+        folder = tmp_path / names[1]
+        files(folder, names, (6, 7, 8, 2))
+        assert len(read_datalist(folder, channels=2)) == 2
+
+
 @pytest.mark.parametrize("make, channels, words", [
     (lambda f: {"training": [{"image": ["a.nii", "b.nii"]}]}, 1, ["a.nii has 2 channels", "data.channels is 1"]),
     (lambda f: {"training": [{"image": ["a.nii", "b.nii"]}]}, 3, ["a.nii has 2 channels", "data.channels is 3"]),

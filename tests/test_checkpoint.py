@@ -526,6 +526,9 @@ def test_the_best_of_weights_that_are_gone_counts_no_more(run):
     checkpoint.save(run, name(2), small_state(7, 50) | {"epoch": 2}, best=("dice", 0.6, "x"))
     best = json.loads((run / "manifest.json").read_text())["best"]
     assert (best["checkpoint"], best["value"]) == (name(2), 0.6)
+    checkpoint.save(run, name(2), small_state(8, 50) | {"epoch": 2}, best=("dice", 0.4, "x"))
+    assert json.loads((run / "manifest.json").read_text())["best"]["checkpoint"] == name(1), "the best that stands"
+    checkpoint.save(run, name(2), small_state(7, 50) | {"epoch": 2}, best=("dice", 0.6, "x"))
     checkpoint.save(run, name(2), small_state(7, 50) | {"epoch": 2}, best=("dice", 0.1, "x"))
     assert json.loads((run / "manifest.json").read_text())["best"] == best, "the same weights keep their score"
     (run / name(2)).unlink()

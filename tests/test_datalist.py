@@ -712,8 +712,7 @@ def test_segmentations_of_no_image_are_told_and_are_no_images(tmp_path, capsys, 
 
 @pytest.mark.parametrize("names, told", [
     ("a.nii.gz b.mha c.mha c_seg.mha", "only its NIfTI files are read, not 2 further volumes there, such as .*b.mha"),
-    ("a.nii.gz s1/1.dcm s1/2.dcm s2/1.dcm s2/2.dcm", "not 2 further volumes there, such as .*s1:"),
-    ("a.nii.gz a.mgz a_seg.nrrd s1/1.dcm s1/2.dcm", ""), ("b.mha c.mha", "")])
+    ("a.nii.gz a.mgz a_seg.nrrd mri/brain.mgz s1/1.dcm s1/2.dcm s2/1.dcm", ""), ("b.mha c.mha", "")])
 def test_volumes_of_other_formats_beside_nifti_files_are_told(tmp_path, capsys, names, told):
     for name in names.split():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -724,7 +723,8 @@ def test_volumes_of_other_formats_beside_nifti_files_are_told(tmp_path, capsys, 
 
 
 def test_segmentations_in_derivatives_are_told(tmp_path, capsys):
-    make(tmp_path, "sub-1/sub-1_T1w.nii.gz derivatives/fs/sub-1/sub-1_probseg.nii.gz derivatives/fs/sub-1/a_T1w.nii.gz")
+    make(tmp_path, "sub-1/sub-1_T1w.nii.gz derivatives/fs/sub-1/sub-1_probseg.nii.gz derivatives/fs/sub-1/a_T1w.nii.gz "
+         "derivatives/fs/sub-1/sub-1_desc-brain_mask.nii.gz derivatives/fs/func/sub-1_dseg.nii.gz")
     list_volumes(tmp_path)
     assert not capsys.readouterr().err
     make(tmp_path, "derivatives/labels/sub-1/sub-1_T1w_dseg.nii.gz")

@@ -6,7 +6,13 @@ import numpy as np
 import pydicom
 import pytest
 from pydicom.dataset import Dataset, FileMetaDataset
-from pydicom.uid import CTImageStorage, EnhancedCTImageStorage, ExplicitVRLittleEndian, generate_uid
+from pydicom.uid import (
+    CTImageStorage,
+    EnhancedCTImageStorage,
+    ExplicitVRLittleEndian,
+    RTStructureSetStorage,
+    generate_uid,
+)
 
 import OM_augment
 import OM_register
@@ -175,6 +181,10 @@ def test_what_is_no_whole_volume_is_one_sentence(tmp_path, volume):
     write_slice(folder / "IM000", volume[:, :5, 0].T, 0)
     with pytest.raises(InputError, match="turned: the slices have several sizes or directions"):
         read_header(folder)
+    folder = write_series(tmp_path / "treated", volume)
+    item = image_of(RTStructureSetStorage, SERIES + ".7")
+    pydicom.dcmwrite(folder / "RS", item, enforce_file_format=True)
+    assert np.array_equal(read_volume(folder)[0], volume), "what is no image may lie beside them"
     folder = write_series(tmp_path / "cut", volume)
     last = folder / f"IM{5 * 7 % 19:03d}"  # without it, the others are a whole volume
     last.write_bytes(last.read_bytes()[:400])

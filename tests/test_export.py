@@ -103,9 +103,13 @@ def test_a_page_or_config_that_was_edited_is_not_replaced(tmp_path, name):
     path = target.parent / name
     before = path.read_text()
     path.write_text(before.replace("om_net", "my_net"))
-    with pytest.raises(InputError, match=f"{name}: it is not as this program wrote it, and would be replaced"):
+    with pytest.raises(InputError, match=f"{name}: it is not as this version wrote it, and would be replaced"):
         OM_export.export(run, licence="MIT")
     assert "my_net" in path.read_text() and path.read_text() != before
+    path.write_text(before)
+    (page.parent / "config.json").unlink()  # an export was killed before it wrote it again
+    OM_export.export(run)
+    path.write_text(before.replace("om_net", "my_net"))
     assert "MIT" not in page.read_text() and load_model(target)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / name).write_text("{}")

@@ -330,14 +330,14 @@ def test_a_learn2reg_field_of_others_is_not_replaced(data, tmp_path, capsys):
     assert theirs.read_bytes() == b"theirs", "beside results too"
 
 
-def test_channels_with_a_gap_are_refused_instead_of_mixed(data, tmp_path, capsys):
+def test_channels_of_one_side_alone_are_refused_instead_of_mixed(data, tmp_path, capsys):
     volumes, sides = [data / f"sub-0{number}_T1w.nii.gz" for number in range(4)], ("fixed", "moving")
     pairs = [{"name": name, **dict(zip(sides, volumes)), **dict(zip(keys, volumes[2:]))} for name, *keys in (
-        ("both", "fixed_channel_3", "moving_channel_3"), ("one", "fixed_channel_2", "moving_channel_3"))]
+        ("both", "fixed_channel_2"), ("one", "fixed_channel_2", "moving_channel_3"))]
     (tmp_path / "pairs.json").write_text(json.dumps(pairs, default=str))
     assert call("--pairs", tmp_path / "pairs.json", "--out", tmp_path / "out") == 43
     said = capsys.readouterr().err
-    assert f"error: both: {volumes[0]} has the further channels 3 and {volumes[1]} has 3; give both the same" in said
+    assert f"error: both: {volumes[0]} has the further channels 2 and {volumes[1]} has none; give both the same" in said
     assert f"error: one: {volumes[0]} has the further channels 2 and {volumes[1]} has 3; give both the same" in said
 
 
