@@ -66,6 +66,10 @@ BETTER = 0.02  # another map must close this share of the header map's gap to pe
 LEAST_GAIN = 0.001  # and must gain at least this: rounding leaves two equal volumes at 0.999
 ONE_SIGN = 0.87  # two volumes count as one modality if this share of the correlation in all windows has one sign
 COMPARED = 2  # level on which structures are compared
+# A map whose shift differs from that of the headers by ASIDE of the fixed volume's longest side or more must close
+# this share of the gap to perfect similarity of a map nearer to them; a smaller shift, a proportional part.
+STEP_ASIDE, ASIDE = 0.05, 0.15
+TRUSTED = 0.4  # least part of what can be shown that the headers must show to tell how much it is
 
 
 @torch.no_grad()
@@ -328,8 +332,12 @@ def _alike(maps, level, similarity):
                              for image, target, count in zip(warped, fixed, weight)])
     # A mean over the overlap grows when dissimilar voxels leave the moving volume. Times the share of the comparable
     # voxels inside the moving volume, of the most that can be inside, it is a sum over one fixed set of voxels.
-    seen = (weight * level["textured"]).flatten(1).sum(1)
-    return (alike * (seen / (level["attainable"] * level["textured"].sum())).clamp(max=1.0)).cpu()
+    return (alike * (_share(weight, level) / level["attainable"]).clamp(max=1.0)).cpu()
+
+
+def _share(weight, level):
+    """The share of a level's comparable voxels that maps show, (B,). weight: (B, 1, *fixed), from `_shown`."""
+    return (weight * level["textured"]).flatten(1).sum(1) / level["textured"].sum()
 
 
 def global_correlation(image, target, weight):
@@ -373,6 +381,11 @@ def _search(levels, starts, shapes, kind, stages, finest):
     """
     first, *finer = stages
     sides, measure = SIDES[len(shapes[0])], first[1]
+    # If fields of view overlap in part, to show more than the headers do is no merit. Else a map would gain by a shift
+    # to the next vertebra, or by squeezing an axis.
+    share = float(_share(_shown(torch.from_numpy(starts[0])[None], levels[COMPARED])[1], levels[COMPARED]))
+    if share >= TRUSTED * levels[COMPARED]["attainable"]:
+        levels = [{**level, "attainable": min(level["attainable"], share)} for level in levels]
     tried = torch.from_numpy(np.stack([*starts, *_turned(starts[0], shapes, kind, TURNS[measure])]))
     candidates = _together(_first(tried, len(starts), levels[0], measure), levels[0], measure)
     header, done, runner_up = tried[0], set(), None
@@ -381,7 +394,7 @@ def _search(levels, starts, shapes, kind, stages, finest):
         level = levels[number]
         if (measure, level["spacing_mm"]) in done:
             continue  # a small volume may have equal levels; the best map is already optimised at this one
-        best = _best(candidates, count, level, measure)
+        best = _best(candidates, count, level, measure) if count > 1 else _nearest(candidates, header, level, measure)
         if runner_up is None and min(_turns(best, header, level)) >= NEAR:
             near = [candidate for candidate, turn in zip(candidates, _turns(candidates, header, level)) if turn < NEAR]
             best = [*best, *_best(near, 1, level, measure)] if near else best
@@ -394,9 +407,11 @@ def _search(levels, starts, shapes, kind, stages, finest):
             candidates = _worth_their_turn(candidates, header, level, measure)
     (start, parameters), = _best(candidates, 1, level, measure)
     found = _matrix(start, parameters, level)[0]
-    # Both over the same voxels of the fixed grid; a voxel that maps outside the moving volume counts as 0.
-    before, after = _alike(torch.stack([header, found]), {**level, "attainable": 1.0}, measure).tolist()
+    both = torch.stack([header, found])
+    before, after = _alike(both, level, measure).tolist()
     is_better = after > before + max(BETTER * (1.0 - before), LEAST_GAIN)
+    # Over the same voxels of the fixed grid; a voxel that maps outside the moving volume counts as 0.
+    before, after = _alike(both, {**level, "attainable": 1.0}, measure).tolist()
     return found if is_better else header, {"affine_similarity": after if is_better else before,
                                             "affine_similarity_before": before, "affine_runner_up": runner_up}
 
@@ -496,6 +511,18 @@ def _best(candidates, count, level, similarity):
     (best, first), *others = _ranked(candidates, level, similarity, level["spacing_mm"])
     enough = best - (1.0 - HOPEFUL) * abs(best)
     return [first, *(candidate for score, candidate in others if score >= enough)][:count]
+
+
+def _nearest(candidates, header, level, similarity):
+    """The best of some (start, parameters), in a list; one of those nearly as good if it is nearer to the headers' map.
+
+    Along a spine, or between ribs and fingers, a map to the neighbour is as good as the true one.
+    """
+    shifts = [float((_matrix(*candidate, level)[0] - header)[:, -1].norm()) / level["extent_mm"]
+              for candidate in candidates]
+    missing = [(1.0 - score) / (1.0 - STEP_ASIDE * min(1.0, shift / ASIDE))
+               for score, shift in zip(_scores(candidates, level, similarity), shifts)]
+    return [candidates[int(np.argmin(missing))]]
 
 
 def _ranked(candidates, level, similarity, distance_mm):
