@@ -394,7 +394,8 @@ def _search(levels, starts, shapes, kind, stages, finest):
         level = levels[number]
         if (measure, level["spacing_mm"]) in done:
             continue  # a small volume may have equal levels; the best map is already optimised at this one
-        best = _best(candidates, count, level, measure) if count > 1 else _nearest(candidates, header, level, measure)
+        best = (_nearest(candidates, header, level) if count == 1 and measure == "local" else
+                _best(candidates, count, level, measure))
         if runner_up is None and min(_turns(best, header, level)) >= NEAR:
             near = [candidate for candidate, turn in zip(candidates, _turns(candidates, header, level)) if turn < NEAR]
             best = [*best, *_best(near, 1, level, measure)] if near else best
@@ -513,7 +514,7 @@ def _best(candidates, count, level, similarity):
     return [first, *(candidate for score, candidate in others if score >= enough)][:count]
 
 
-def _nearest(candidates, header, level, similarity):
+def _nearest(candidates, header, level):
     """The best of some (start, parameters), in a list; one of those nearly as good if it is nearer to the headers' map.
 
     Along a spine, or between ribs and fingers, a map to the neighbour is as good as the true one.
@@ -521,7 +522,7 @@ def _nearest(candidates, header, level, similarity):
     shifts = [float((_matrix(*candidate, level)[0] - header)[:, -1].norm()) / level["extent_mm"]
               for candidate in candidates]
     missing = [(1.0 - score) / (1.0 - STEP_ASIDE * min(1.0, shift / ASIDE))
-               for score, shift in zip(_scores(candidates, level, similarity), shifts)]
+               for score, shift in zip(_scores(candidates, level, "local"), shifts)]
     return [candidates[int(np.argmin(missing))]]
 
 
