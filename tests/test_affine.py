@@ -232,6 +232,26 @@ def test_a_volume_that_its_field_of_view_cuts_off_is_aligned(cut):
     assert error(found, true, fixed, np.eye(4)) < 1.0
 
 
+def spine(lowest_mm, seed):
+    """A slice through vertebrae every 14 mm, each 3 % larger than the one below, and its affine; moved by 1 mm."""
+    y, z = 2.0 * np.indices((40, 60)) + np.reshape([-39, lowest_mm], (2, 1, 1)) - (seed > 0)
+    image = 0.15 * (np.abs(y) < 30)
+    for number in range(-12, 16):
+        size, middle = 1 + 0.03 * number, 14 * number + 0.105 * number ** 2
+        image[(y / 11) ** 2 + ((z - middle) / 5.2) ** 2 < size ** 2] = 0.9
+        image[((y - 16 * size) / 7) ** 2 + ((z - middle + 3) / 3) ** 2 < size ** 2] = 0.8
+    affine = np.diag([2.0, 2, 1, 1])
+    affine[:2, 3] = -39, lowest_mm
+    return (image + np.random.default_rng(seed).normal(0, 0.02, image.shape)).clip(0, 1), affine
+
+
+@pytest.mark.parametrize("higher_mm", [20, 30])
+def test_vertebrae_stay_where_the_headers_place_them_if_fields_of_view_overlap_in_part(higher_mm):
+    """A shift by one or two vertebrae shows more of the fixed volume, which is no merit."""
+    found, _ = align_affine(*spine(-59, 0), *spine(higher_mm - 59, 1))
+    assert np.abs(found[:2, 3] - 1).max() < 0.5 and np.abs(found[:2, :2] - np.eye(2)).max() < 0.05
+
+
 def test_slices_of_different_planes():
     fixed, plane = subject(2), np.eye(4)
     plane[:3, :3] = np.array([[0, 1, 0], [0, 0, 1], [1, 0, 0]]).T  # a sagittal slice beside an axial one
