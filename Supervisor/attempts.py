@@ -33,6 +33,7 @@ from Supervisor.verdict import STARTING, judge, read_rank, sentence
 SAME_DEATHS, ANY_DEATHS = 3, 10  # the loop stops after this many without a new durable step
 COMMAND_S = 60.0  # time limit of the user's command (run.notify)
 NOTIFY_S = 15.0  # for a file system that does not respond when that command is looked up
+LAST_LINES = 2 ** 16  # bytes at the end of a rank's log: the lines of its last attempt
 PATIENCE_S = 600.0  # for a file system that does not respond, until run.patience_s is read from the config
 SILENT = ("vanished", "frozen", "never started", "a rank did not arrive")  # causes that may lie with a node
 
@@ -52,7 +53,9 @@ def begin(run, loop, world_size):
     ended = {line["attempt"] for line in lines if line["event"] == "end"}
     if begins and begins[-1]["attempt"] not in ended:  # launcher and ranks died together
         end(run, begins[-1]["attempt"], None)
-    attempt = begins[-1]["attempt"] + 1 if begins else 0
+    # Also above those in the ranks' logs: attempts.jsonl may be lost, and what they say would be taken for this one's.
+    logged = [line.get("attempt", -1) for path in run.glob("rank*.jsonl") for line in read_lines(path, LAST_LINES)]
+    attempt = max([-1, *(line["attempt"] for line in begins[-1:]), *logged]) + 1
     append_line(run / "attempts.jsonl", {
         "event": "begin", "attempt": attempt, "loop": loop, "time": time.time(), "ranks": world_size,
         "host": socket.gethostname(), "starter": starter(), "job": slurm_job(), "durable": durable_step(run)})

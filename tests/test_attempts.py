@@ -267,6 +267,19 @@ def test_an_attempt_that_nobody_closed_is_closed_by_the_next(tmp_path, capsys):
     assert history(tmp_path)[1]["cause"] == "vanished" and "attempt 0: vanished" in capsys.readouterr().err
 
 
+def test_a_lost_list_of_attempts_makes_no_killed_attempt_a_finished_one(tmp_path):
+    assert begin(tmp_path, "a", 2) == 0
+    for rank in range(2):
+        finish(tmp_path, rank)
+    assert end(tmp_path, 0, 0, quiet=True) == "done"
+    (tmp_path / "attempts.jsonl").unlink()
+    assert begin(tmp_path, "b", 2) == 1
+    for rank in range(2):
+        write_rank(tmp_path, rank, attempt=1, exit={"code": 137})
+    assert end(tmp_path, 1, 1, quiet=True) == "continue" and history(tmp_path)[-1]["cause"] == "killed"
+    assert [line["attempt"] for line in read_run(tmp_path)["attempts"]] == [1, 1], "the page needs no others"
+
+
 @pytest.mark.parametrize("cut", [b'{"event": "end", "atte', b'{"event": "end"\n\xff\xfe\0'])
 def test_a_line_cut_short_costs_only_itself(tmp_path, cut):
     die(tmp_path)
