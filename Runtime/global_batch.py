@@ -8,8 +8,10 @@ import dataclasses
 import json
 
 from Runtime.errors import InputError
-from Runtime.files import is_there, write_file
+from Runtime.files import read_lines, write_file
 from Runtime.manifest import durable_step
+
+LOG_BYTES = 2 ** 20  # at the end of rank 0's log, where its last step is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,46 +30,70 @@ def new_step(cfg, world_size):
     """The step of a run's first launch: {"samples", "pairs", "ranks"}. world_size: ranks of this launch."""
     total = cfg["data.global_batchsize"]
     if total:
-        return {"samples": total, "pairs": max(int(total / cfg["data.diff_reg_batch_ratio"]), 1), "ranks": world_size}
+        return {"samples": total, "pairs": pairs_for(cfg, total), "ranks": world_size}
     return {"samples": cfg["data.batchsize"] * world_size, "pairs": most_pairs(cfg) * world_size, "ranks": world_size}
 
 
 def known_step(run, cfg):
-    """The step that an earlier launch fixed; None if there was none or if data.global_batchsize is set.
+    """The step that an earlier launch fixed; None if step.json is lost or data.global_batchsize sets another step.
 
     If data.diff_reg_batch_ratio has changed since, it has as many pairs as the new ratio gives.
-    run: Path of the run folder. Raises InputError if step.json is damaged.
+    run: Path of the run folder.
     """
-    path, ratio = run / "step.json", cfg["data.diff_reg_batch_ratio"]
-    if cfg["data.global_batchsize"] or not is_there(path):
-        return None
+    path, ratio, total = run / "step.json", cfg["data.diff_reg_batch_ratio"], cfg["data.global_batchsize"]
     try:
         content = json.loads(path.read_text())
         step = {name: int(content[name]) for name in ("samples", "pairs", "ranks")}
-        if content.get("ratio", ratio) != ratio:  # steps of earlier versions have none
-            step["pairs"] = most_pairs(cfg) * max(step["samples"] // cfg["data.batchsize"], 1)
-        return step
-    except (ValueError, LookupError, TypeError):
-        raise InputError(f"{path} is damaged: set data.global_batchsize to the number of samples per step, or "
-                         "remove the file, and the next launch chooses it again.") from None
+        same_ratio = content.get("ratio", ratio) == ratio  # steps of earlier versions have none
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    if total and (total != step["samples"] or not same_ratio):
+        return None
+    return step if same_ratio else {**step, "pairs": whole_batches(cfg, step["samples"]) * most_pairs(cfg)}
+
+
+def logged_step(run, cfg):
+    """The step of a run that has lost its step.json, from the samples of the last step in rank 0's log.
+
+    run: Path of the run folder. Raises InputError if that log has no step either.
+    """
+    lines = read_lines(run / "rank0.jsonl", LOG_BYTES)
+    samples = next((line["samples"] for line in reversed(lines)
+                    if line.get("event") == "step" and type(line.get("samples")) is int), 0)
+    if samples <= 0:
+        raise InputError(f"{run / 'step.json'} is missing or damaged, and rank0.jsonl has no step: set "
+                         "data.global_batchsize to the samples per step of this run, which are data.batchsize x the "
+                         "ranks of its first launch.")
+    count = whole_batches(cfg, samples)
+    return {"samples": samples, "pairs": count * most_pairs(cfg), "ranks": count}
 
 
 def fix_step(run, cfg, world_size):
-    """The step of a run: `known_step`, or else this launch's `new_step`, which it writes to step.json.
+    """The step of a run: `known_step`, or else `logged_step` or this launch's `new_step`, written to step.json.
 
     A step that no launch has taken yet, since the first one was refused or died, binds nobody.
     """
     begun = durable_step(run) or any(run.glob("*.pth")) or any(run.glob("tmp/*.pth"))  # the manifest may be lost
-    step = known_step(run, cfg) if begun else None
+    step, total = known_step(run, cfg) if begun else None, cfg["data.global_batchsize"]
     if step is None:
-        step = new_step(cfg, world_size)
+        step = logged_step(run, cfg) if begun and not total else new_step(cfg, world_size)
         write_file(run / "step.json", json.dumps({**step, "ratio": cfg["data.diff_reg_batch_ratio"]}) + "\n")
-    return step
+    return {**step, "ranks": world_size} if total else step  # one that the config sets binds this launch's ranks
 
 
 def most_pairs(cfg):
     """Most pairs in one forward pass of the modes that take pairs."""
-    return max(int(cfg["data.batchsize"] / cfg["data.diff_reg_batch_ratio"]), 1)
+    return pairs_for(cfg, cfg["data.batchsize"])
+
+
+def pairs_for(cfg, samples):
+    """Pairs for so many samples, at least one. A quotient that floating point leaves just below a number is that."""
+    return max(int(samples / cfg["data.diff_reg_batch_ratio"] + 1e-9), 1)
+
+
+def whole_batches(cfg, samples):
+    """How many batches of data.batchsize so many samples are, at least one."""
+    return max(samples // cfg["data.batchsize"], 1)
 
 
 def split_step(cfg, world_size, step=None):

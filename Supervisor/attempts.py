@@ -54,7 +54,8 @@ def begin(run, loop, world_size):
     if begins and begins[-1]["attempt"] not in ended:  # launcher and ranks died together
         end(run, begins[-1]["attempt"], None)
     # Also above those in the ranks' logs: attempts.jsonl may be lost, and what they say would be taken for this one's.
-    logged = [line.get("attempt", -1) for path in run.glob("rank*.jsonl") for line in read_lines(path, LAST_LINES)]
+    logged = [line.get("attempt") for path in run.glob("rank*.jsonl") for line in read_lines(path, LAST_LINES)]
+    logged = [number for number in logged if type(number) is int]  # a damaged line may hold anything
     attempt = max([-1, *(line["attempt"] for line in begins[-1:]), *logged]) + 1
     append_line(run / "attempts.jsonl", {
         "event": "begin", "attempt": attempt, "loop": loop, "time": time.time(), "ranks": world_size,

@@ -17,6 +17,7 @@ from Report.page import text_table
 from Report.run_logs import read_run
 from Runtime.errors import InputError
 from Runtime.files import append_line
+from Runtime.global_batch import fix_step
 from Runtime.manifest import durable_step
 from Runtime.run_lock import lock
 from Supervisor import attempts
@@ -429,9 +430,25 @@ def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, 
         split(4, 8)  # nothing is missing: somebody wants more than the run can use
     assert split(4, 8, data__global_batchsize=16) == ({"samples": 16, "pairs": 8, "ranks": 8}, 4, 2, ""), "the config's"
     assert split(2, 4)[0]["samples"] == 16, "as it was last"
-    (tmp_path / "step.json").write_text("{")
-    with pytest.raises(InputError, match=f"{tmp_path}/step.json is damaged"):
-        split(2, 4)
+
+
+def test_a_step_is_kept_if_its_file_is_lost_or_the_config_sets_the_same_samples(tmp_path):
+    """Three ranks of batch 2 at ratio 4 take a pair each, where 6 samples / 4 would be one pair in all."""
+    def step(ranks, **changes):
+        return fix_step(tmp_path, config(data__diff_reg_batch_ratio=4, **changes), ranks)
+    whole, path = {"samples": 6, "pairs": 3, "ranks": 3}, tmp_path / "step.json"
+    assert step(3) == whole
+    durable(tmp_path, 4)
+    assert step(3, data__global_batchsize=6) == whole
+    assert step(1, data__global_batchsize=6, data__batchsize=1) == {**whole, "ranks": 1}
+    for lose in (path.unlink, lambda: path.write_text(""), lambda: path.write_text("[]")):
+        lose()
+        with pytest.raises(InputError, match=f"{path} is missing or damaged.*: set data.global_batchsize"):
+            step(1)
+    write_rank(tmp_path, 0, {"event": "step", "samples": 6}, {"event": "epoch"})
+    for _ in range(2):
+        assert step(1) == whole and json.loads(path.read_text()) == {**whole, "ratio": 4}
+    assert step(1, data__global_batchsize=12)["pairs"] == 3, "another step has samples / ratio"
 
 
 def test_the_launcher_is_told_the_step_and_who_does_it(tmp_path):

@@ -188,6 +188,7 @@ def test_a_batch_raised_within_an_epoch_leaves_no_volume_out():
     ({"data__batchsize": 4, "data__diff_reg_batch_ratio": 2}, 1, (4, 2, 4, 2, 1, 1)),
     ({"data__batchsize": 1, "data__diff_reg_batch_ratio": 4}, 2, (2, 2, 1, 1, 1, 1)),
     ({"data__batchsize": 1, "data__diff_reg_batch_ratio": 0.5}, 2, (2, 4, 1, 2, 1, 1)),
+    ({"data__batchsize": 7, "data__diff_reg_batch_ratio": 0.07}, 1, (7, 100, 7, 100, 1, 1)),  # 99.99999999999999
     ({"data__batchsize": 2, "data__global_batchsize": 16}, 4, (16, 8, 2, 1, 2, 2)),
     ({"data__batchsize": 2, "data__global_batchsize": 16}, 1, (16, 8, 2, 1, 8, 8)),
     ({"data__batchsize": 1, "data__global_batchsize": 8, "data__diff_reg_batch_ratio": 4}, 2, (8, 2, 1, 1, 4, 1)),
