@@ -87,10 +87,10 @@ def close_run(ranks, run, code):
         return  # another launch writes there now
     watchdog.finish()
     if ranks.attempt is not None and ranks.world_size > 1:
-        with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may be dead
+        with contextlib.suppress(dist.DistError):  # rank 0 or torchrun, which serves the store, may be dead
             ranks.store.set(f"closed/{ranks.rank}", "1")
-        if ranks.rank == 0:
-            launch.wait_for_keys(ranks.store, [f"closed/{rank}" for rank in range(ranks.world_size)], LAST_WORDS_S)
+            if ranks.rank == 0:
+                launch.wait_for_keys(ranks.store, [f"closed/{rank}" for rank in range(ranks.world_size)], LAST_WORDS_S)
     if ranks.token is not None:
         try:
             attempts.end(run, ranks.attempt, code, quiet=True, patience_s=LOCK_S)

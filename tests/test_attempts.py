@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from Report.goodput import add_up, causes_table, goodput
 from Report.page import text_table
 from Report.run_logs import read_run
+from Runtime import launch, run_lock
 from Runtime.errors import InputError
 from Runtime.files import append_line
 from Runtime.global_batch import fix_step
@@ -22,6 +24,7 @@ from Runtime.manifest import durable_step
 from Runtime.run_lock import lock
 from Supervisor import attempts
 from Supervisor.attempts import begin, end, history, share_out
+from Supervisor.run import close_run
 from tests import launching
 from tests.test_verdict import END, died, finish, write_rank
 from tests.tiny import ROOT, arguments, config
@@ -279,6 +282,31 @@ def test_a_lost_list_of_attempts_makes_no_killed_attempt_a_finished_one(tmp_path
         write_rank(tmp_path, rank, attempt=1, exit={"code": 137})
     assert end(tmp_path, 1, 1, quiet=True) == "continue" and history(tmp_path)[-1]["cause"] == "killed"
     assert [line["attempt"] for line in read_run(tmp_path)["attempts"]] == [1, 1], "the page needs no others"
+
+
+class LosesItsServer:
+    """A connection to a store whose server dies once this rank has said that it is done."""
+
+    def __init__(self):
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = dist.TCPStore("127.0.0.1", self.server.port, is_master=False)
+
+    def set(self, *key_and_value):
+        self.store.set(*key_and_value)
+        self.server = None
+
+    def check(self, keys):
+        return self.store.check(keys)
+
+
+def test_a_run_is_closed_although_torchrun_died_with_its_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "HELD", {})
+    token = lock(tmp_path, 60)
+    ranks = launch.Ranks(world_size=2, store=LosesItsServer(), attempt=begin(tmp_path, token, 2), token=token)
+    for rank in range(2):
+        finish(tmp_path, rank)
+    close_run(ranks, tmp_path, 0)
+    assert history(tmp_path)[-1]["cause"] == "done" and not (tmp_path / "lock.json").exists()
 
 
 @pytest.mark.parametrize("cut", [b'{"event": "end", "atte', b'{"event": "end"\n\xff\xfe\0'])
