@@ -9,7 +9,7 @@ import json
 
 from Runtime.errors import InputError
 from Runtime.files import read_lines, write_file
-from Runtime.manifest import durable_step
+from Runtime.manifest import durable_step, has_files
 
 LOG_BYTES = 2 ** 20  # at the end of rank 0's log, where its last step is
 
@@ -73,7 +73,7 @@ def fix_step(run, cfg, world_size):
 
     A step that no launch has taken yet, since the first one was refused or died, binds nobody.
     """
-    begun = durable_step(run) or any(run.glob("*.pth")) or any(run.glob("tmp/*.pth"))  # the manifest may be lost
+    begun = durable_step(run) or has_files(run)
     step, total = known_step(run, cfg) if begun else None, cfg["data.global_batchsize"]
     if step is None:
         step = logged_step(run, cfg) if begun and not total else new_step(cfg, world_size)

@@ -66,6 +66,11 @@ def durable_step(run):
     return next((entry["step"] for entry in durable(run)), 0)
 
 
+def has_files(run):
+    """Whether a run folder has checkpoints, listed or not: the manifest may be lost."""
+    return any(run.glob("*.pth")) or any(run.glob("tmp/*.pth"))
+
+
 def trust_again(run, reason):
     """Remove the marks "doubtful" with this reason. Only for the process that holds the folder's lock."""
     try:

@@ -9,6 +9,7 @@ from Runtime import __version__  # noqa: F401  first: an outdated Python stops h
 import argparse
 import contextlib
 import datetime
+import errno
 import functools
 import itertools
 import json
@@ -26,7 +27,7 @@ from Runtime.config import flatten, load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import append_line, is_passing, is_there, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
-from Runtime.manifest import durable, durable_step, trust_again
+from Runtime.manifest import durable, durable_step, has_files, trust_again
 from Runtime.run_lock import TakenOver, generations, hold, launch_files, lock, run_folder, slurm_job, touch, unlock
 from Supervisor.verdict import STARTING, judge, read_rank, sentence
 
@@ -156,12 +157,15 @@ def notify_end(run, line):
 def judged(run, attempt, code, patience_s):
     """The "end" line of an attempt for attempts.jsonl. code, patience_s: as in `end`."""
     lines = history(run)
-    begun = next(line for line in lines if line["event"] == "begin" and line["attempt"] == attempt)
+    begun = next((line for line in lines if line["event"] == "begin" and line["attempt"] == attempt), None)
+    if begun is None:
+        raise FileNotFoundError(errno.ENOENT, f"no longer has attempt {attempt}", str(run / "attempts.jsonl"))
     verdict = judge(run, attempt, begun["ranks"], code)
     steps = [entry["step"] for entry in durable(run)]
     line = {"event": "end", "attempt": attempt, "loop": begun["loop"], "code": code,
             "time": time.time() if code is not None else verdict["ended"] or begun["time"],
             "durable": steps[0] if steps else 0, "before": steps[1] if len(steps) > 1 else None,
+            "unlisted": not steps and has_files(run),
             "cause": verdict["cause"], "host": verdict["host"] if verdict["rank"] is not None else "",
             "signature": [verdict[key] for key in ("cause", "mode", "phase", "step")]}
     decision, reason = decide([*lines, line], verdict, patience_s)
@@ -210,6 +214,8 @@ def decide(lines, verdict, patience_s=0.0):
         return "stop", f"Stopped: {count} without a new durable step after step {last['durable']}."
     if repeats == SAME_DEATHS - 1 and not back:
         return "step back", "The same death twice without a new durable step: goes one checkpoint back."
+    if last.get("unlisted"):
+        return "continue", "Continues from the newest checkpoint that verifies, although manifest.json lists none."
     return "continue", (f"Continues from the newest checkpoint that verifies (step {last['durable']})."
                         if last["durable"] else "Starts anew: no checkpoint has been written that verifies.")
 
@@ -425,7 +431,10 @@ def main(argv):
             if argv[0] == "end":  # the launcher takes a stop after a round as told
                 launcher_tell([what])
             return STOP
-        print(f"error: {what}: name another folder (run.models), or have this one's rights corrected.", file=sys.stderr)
+        advice = "name another folder (run.models), or have this one's rights corrected"
+        if isinstance(error, FileNotFoundError):
+            advice = "somebody has moved or removed the run; put it back, or start the same command again"
+        print(f"error: {what}: {advice}.", file=sys.stderr)
         return 1 if "OMNIMORPH_TOKEN" in os.environ else STOP
 
 

@@ -309,6 +309,16 @@ def test_a_run_is_closed_although_torchrun_died_with_its_store(tmp_path, monkeyp
     assert history(tmp_path)[-1]["cause"] == "done" and not (tmp_path / "lock.json").exists()
 
 
+def test_a_lost_manifest_is_not_taken_for_a_run_without_checkpoints(tmp_path):
+    die(tmp_path)
+    assert history(tmp_path)[-1]["verdict"]["dead"] and "Starts anew" in history(tmp_path)[-1]["sentence"]
+    durable(tmp_path, 4)
+    (tmp_path / "manifest.json").write_text("")
+    die(tmp_path, step=8)
+    assert history(tmp_path)[-1]["next"] == (
+        "Continues from the newest checkpoint that verifies, although manifest.json lists none.")
+
+
 @pytest.mark.parametrize("cut", [b'{"event": "end", "atte', b'{"event": "end"\n\xff\xfe\0'])
 def test_a_line_cut_short_costs_only_itself(tmp_path, cut):
     die(tmp_path)
@@ -491,6 +501,17 @@ def test_a_first_launch_with_ranks_that_cannot_share_its_batch_is_refused(tmp_pa
     assert done.returncode == 43 and "data.global_batchsize 6 is not a multiple of data.batchsize 2 x 2" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "Models/demo_om_net/lock.json").exists(), "on another host it would be in the way"
+
+
+def test_a_folder_that_is_removed_while_it_trains_is_told_in_one_sentence(tmp_path):
+    mine = own(taken(call(*begin_words(tmp_path)).stdout))
+    run = Path(mine["OMNIMORPH_RUN"])
+    run.rename(tmp_path / "elsewhere")
+    for words, subject in ((["end", 1], f"{run}/attempts.jsonl: no longer has attempt 0"),
+                           (begin_words(tmp_path), f"{run}/.lock.claim: No such file or directory")):
+        done = call(*words, **mine)
+        assert done.returncode == 1 and done.stderr == (
+            f"error: {subject}: somebody has moved or removed the run; put it back, or start the same command again.\n")
 
 
 def test_a_launcher_whose_first_begin_died_after_it_locked_the_folder_gets_it(tmp_path):
