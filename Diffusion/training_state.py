@@ -164,6 +164,8 @@ def restore(run, content, path, continues):
                               for name, value in content["queue"].items()})
         else:
             changes.append("the queue of mode 2 starts empty, because it has another length")
+        # The order of the volumes in an epoch also comes from the seed.
+        reordered = reordered or content["config"].get("run.seed") != run.cfg["run.seed"]
         if reordered and run.progress.step_in_epoch:  # leave the epoch
             # Not past the last epoch, which would end the run without its validation.
             epoch = min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1)

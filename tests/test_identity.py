@@ -124,6 +124,9 @@ def test_a_data_set_that_grew_goes_on_with_the_next_epoch_and_another_is_refused
     state = checkpoint.load(run / checkpoint.newest(run))
     assert (state["epoch"], state["step_in_epoch"], state["samples"]) == (1, 1, 2)
     assert len((run / "data.csv").read_text().splitlines()) == 11
+    another = {"run__epochs": 3, "run__seed": 7}
+    assert train(tmp_path, "--max-steps-before-restart", "1", data__train_ids="0-5,8-9", **another) == 42
+    assert "training continues from the start of epoch 2" in capfd.readouterr().out, "another seed, another order"
     shutil.rmtree(tmp_path / "data")
     write_dataset(tmp_path / "data", range(8), 9)  # the same names
     assert train(tmp_path, data__train_ids="0-5") == 43
