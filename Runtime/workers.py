@@ -37,9 +37,9 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
             for future in ended:
                 yield waiting.pop(future), future.result()
     except (BrokenProcessPool, MemoryError):
+        way = f"with fewer --workers than {processes}" if processes > 1 else "on a machine with more memory"
         raise InputError(f"{what}: a worker process was killed, most likely because memory ran out; run the same "
-                         f"command again with fewer --workers than {processes}, and it "
-                         "continues where it stopped.") from None
+                         f"command again {way}, and it continues where it stopped.") from None
     finally:
         # After Ctrl-C or an error the tasks that have begun end at once: their results would be lost.
         for process in list((pool._processes or {}).values()) if waiting else ():

@@ -52,10 +52,12 @@ def test_every_task_runs_once_in_another_process():
     assert 1 <= len(pids) <= 2 and os.getpid() not in pids and calls
 
 
-@pytest.mark.parametrize("function", [kill_one, pytest.param(take_too_much, marks=pytest.mark.slow)])
-def test_a_worker_that_dies_or_lacks_memory_is_one_sentence(function):
-    with pytest.raises(InputError, match="out: a worker process was killed, .* fewer --workers than 2"):
-        list(run_tasks(function, [(1,), (2,)], 2, "out"))
+@pytest.mark.parametrize("function, workers, advice", [
+    (kill_one, 2, "with fewer --workers than 2, and"), (kill_one, 1, "again on a machine with more memory, and"),
+    pytest.param(take_too_much, 2, "with fewer --workers than 2, and", marks=pytest.mark.slow)])
+def test_a_worker_that_dies_or_lacks_memory_is_one_sentence(function, workers, advice):
+    with pytest.raises(InputError, match=f"out: a worker process was killed, .* {advice}"):
+        list(run_tasks(function, [(1,), (2,)], workers, "out"))
 
 
 def test_what_a_task_raises_is_raised_here():
