@@ -188,6 +188,8 @@ def open_nifti(path):
     try:
         image = nibabel.load(path)
     except READ_ERRORS as error:
+        if isinstance(error, FileNotFoundError):
+            require_file(path)  # it was removed since the check above
         kind = "FreeSurfer" if ends_in(path, FREESURFER) else "NIfTI"
         advice = "export it again as .nii.gz"
         with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -408,6 +410,8 @@ def read_voxels(path, image):
     except READ_ERRORS as error:
         if getattr(error, "errno", None) == errno.ENOMEM:  # a .nii that is too large to be mapped
             raise MemoryError(error.strerror) from error
+        if isinstance(error, FileNotFoundError):
+            require_file(path)  # it was removed since its header was read
         raise InputError(f"{path}: truncated or corrupt ({error}); copy or download it again.") from error
     if array.dtype.names:
         raise InputError(f"{path}: each voxel must be one real number, but it is a colour "

@@ -12,7 +12,15 @@ from PIL import Image
 
 from Dataloader import nifti
 from Dataloader.grids import grid_transform, intensity_range, rescale, to_canonical, to_grid
-from Dataloader.nifti import placement_doubts, read_header, read_label, read_volume, write_volume
+from Dataloader.nifti import (
+    open_nifti,
+    placement_doubts,
+    read_header,
+    read_label,
+    read_volume,
+    read_voxels,
+    write_volume,
+)
 from Dataloader.prepare import on_grid
 from Dataloader.volume import read_mask, read_source
 from Runtime.errors import InputError
@@ -435,6 +443,20 @@ def test_files_that_are_not_there_or_packed_otherwise_say_so(tmp_path):
     (tmp_path / "v.nii.zst").write_bytes(b"(\xb5/\xfd")
     with refused("v.nii.zst", "compressed as .zst; unpack it, or store it as .nii.gz"):
         read_volume(tmp_path / "v.nii.zst")
+
+
+@pytest.mark.parametrize("name", ["v.nii.gz", "v.nii"])
+def test_a_file_that_is_removed_while_it_is_read_is_not_called_damaged(tmp_path, monkeypatch, name):
+    path, load = tmp_path / name, nibabel.load
+    write_volume(path, noise(), OBLIQUE)
+    image = open_nifti(path)
+    path.unlink()
+    with refused(name, "no such file"):
+        read_voxels(path, image)
+    write_volume(path, noise(), OBLIQUE)
+    monkeypatch.setattr(nibabel, "load", lambda path: path.unlink() or load(path))
+    with refused(name, "no such file"):
+        open_nifti(path)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
