@@ -11,7 +11,7 @@ import torch
 from Diffusion.networks import build_network
 from Runtime import checkpoint
 from Runtime.config import MODEL_KEYS, check_config, load_config, overridden
-from Runtime.device import pick_device, precision
+from Runtime.device import own_settings, pick_device, precision
 from Runtime.errors import InputError
 from Runtime.weights_file import read_weights
 
@@ -134,6 +134,7 @@ def _manifest(run):
     return manifest if isinstance(manifest, dict) else {}
 
 
+@own_settings()
 def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]:
     """A network in evaluation mode with the weights of `path`, and the config it was trained with.
 

@@ -12,6 +12,7 @@ from Inference.augmentation import MODES, STRIDE, deform, draw_field, draw_start
 from Inference.labels import carry
 from Inference.load_model import changed_config, default_config
 from Inference.registration import register
+from Runtime.device import own_settings
 from Runtime.errors import InputError
 
 try:
@@ -61,6 +62,7 @@ class RandDeformationd(Base):
         self.chosen = bool(self.R.rand() < self.prob)
         self.number = int(self.R.randint(2 ** 32, dtype=np.uint32))
 
+    @own_settings()
     def __call__(self, data):
         """A new dictionary with deformed entries; the input stays unchanged."""
         result = dict(data)
@@ -126,6 +128,7 @@ class Registerd:
         self.channels = model[1]["data.channels"] if isinstance(model, tuple) else 1
         self.allow_missing_keys = allow_missing_keys
 
+    @own_settings()
     def __call__(self, data):
         """A new dictionary with registered entries; the input stays unchanged."""
         result = dict(data)

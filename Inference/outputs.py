@@ -39,6 +39,7 @@ from Inference.results import (
 from Inference.scores import COLUMNS, label_scores, moved_points, point_scores, said_of_labels, unscored
 from Inference.verdict import judge
 from Report.page import figure_png
+from Runtime.device import own_settings
 from Runtime.errors import InputError, attempt
 from Runtime.files import write_file
 
@@ -96,6 +97,7 @@ def scores_of(result):
             "seconds_of": result.seconds}
 
 
+@own_settings()
 def save(result, folder):
     """Write a Result as the command writes a pair: its files, picture, results and report.
 

@@ -151,13 +151,14 @@ def own_settings(voxels=None):
     """Within this, torch computes as registration needs it, whatever the calling program has set.
 
     Products of float32 keep their precision (torch.set_float32_matmul_precision("medium") moves coordinates by a fifth
-    of a voxel), new tensors are float32, and there is no autocast. CPU threads are no more than a volume of so many
-    voxels can keep busy: two are no faster than one on a hippocampus crop of 62,000 voxels, and take twice the
-    processor time. With one thread the result is also the same on any number of cores. A process forked from one that
-    used several threads must take one: the others do not exist there, and torch would wait for them for ever.
+    of a voxel), new tensors are float32 and on the CPU unless a device is named, and there is neither autocast nor
+    inference mode, whose tensors have no gradients. CPU threads are no more than a volume of so many voxels can keep
+    busy: two are no faster than one on a hippocampus crop of 62,000 voxels, and take twice the processor time. With one
+    thread the result is also the same on any number of cores. A process forked from one that used several threads must
+    take one: the others do not exist there, and torch would wait for them for ever.
 
-    These are settings of the process. Calls in several threads share them: the first one saves what the program had,
-    and the last one restores it.
+    Autocast, inference mode and the device are settings of a thread, the others those of the process. Calls in several
+    threads share these: the first one saves what the program had, and the last one restores it.
     """
     backends = torch.backends
     settings = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
@@ -166,6 +167,7 @@ def own_settings(voxels=None):
         settings = [(each, "fp32_precision", "ieee") for each in (
             backends, backends.cudnn, backends.mkldnn, backends.cuda.matmul, backends.cudnn.conv,
             backends.mkldnn.matmul, backends.mkldnn.conv)]
+    is_forked = os.getpid() != PROCESS
     with SHARED["lock"]:
         if not SHARED["users"]:
             changed = []
@@ -177,7 +179,7 @@ def own_settings(voxels=None):
                     setattr(each, name, value)
         SHARED["users"] += 1
         threads, dtype, changed = SHARED["before"]
-        if os.getpid() != PROCESS:
+        if is_forked:
             torch.set_num_threads(1)
         elif voxels is not None:
             torch.set_num_threads(max(1, min(threads, voxels // VOXELS_A_THREAD)))
@@ -186,6 +188,12 @@ def own_settings(voxels=None):
             for kind in ("cpu", "cuda", "xpu"):
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.is_inference_mode_enabled():
+                computes_gradients = torch.is_grad_enabled()
+                stack.enter_context(torch.inference_mode(False))  # which turns gradients on
+                stack.enter_context(torch.set_grad_enabled(computes_gradients))
+            if torch.get_default_device().type != "cpu":  # only then: each call of torch takes longer within this
+                stack.enter_context(torch.device("cpu"))
             yield
     finally:
         with SHARED["lock"]:
@@ -194,7 +202,7 @@ def own_settings(voxels=None):
                 torch.set_default_dtype(dtype)
                 for each, name, value in changed:
                     setattr(each, name, value)
-            if voxels is not None or not SHARED["users"]:
+            if not SHARED["users"] or (voxels is not None and not is_forked):
                 torch.set_num_threads(threads)
 
 

@@ -184,22 +184,47 @@ def test_calls_from_several_threads_leave_the_number_of_threads(small):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not fork")
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(tmp_path):
-    """torch's pool of threads does not exist there. 52^3 voxels take two threads."""
+    """torch's pool of threads does not exist there. 52^3 voxels take two threads, and so does a large weight."""
     program = """
-import os, signal, numpy, torch, omnimorph
+import os, signal, sys, numpy, torch, omnimorph
 torch.set_num_threads(2)
 pair = [(numpy.random.default_rng(seed).random((52, 52, 52)), numpy.eye(4)) for seed in range(2)]
 torch.ones(2 ** 22).exp()
 child = os.fork()
 if not child:
     signal.alarm(60)
-    omnimorph.register(*pair, affine=False, refine=1)
+    omnimorph.register(*pair, affine=False, refine=1).save(sys.argv[1])
+    omnimorph.load_model("universal")
+    omnimorph.RandDeformationd("image", prob=1.0)({"image": torch.from_numpy(pair[0][0])[None]})
     os._exit(0)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "OMP_NUM_THREADS": "2"})
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "found"], cwd=ROOT, capture_output=True, text=True,
+                          timeout=200, env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
+
+
+def test_all_that_computes_does_so_whatever_the_program_has_set(small, tmp_path):
+    """The meta device stands in for a GPU: tensors without a device would go there."""
+    image, label, call = small
+    wanted, net = call(affine=False, refine=1), omnimorph.load_model("universal")[0]
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        with torch.inference_mode():
+            found = call(affine=False, refine=1)
+            found.save(tmp_path)
+            omnimorph.augment(image, label, start=20)
+            omnimorph.RandDeformationd("image", prob=1.0)({"image": torch.from_numpy(image)[None]})
+            loaded, _ = omnimorph.load_model("universal")
+            assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        assert torch.get_default_device().type == "meta" and torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert digest(found.field) == digest(wanted.field)
+    pairs = zip(loaded.parameters(), net.parameters(), strict=True)
+    assert all(torch.equal(one, other) and not one.is_inference() for one, other in pairs)
 
 
 @pytest.mark.parametrize("more, words", [
