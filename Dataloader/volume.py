@@ -29,9 +29,10 @@ class Volume:
     """One image, its mask and further channels on the same grid.
 
     array: (D, H, W) or (H, W) float32, intensities as stored. affine: 4x4 float64, voxel to world in mm, RAS.
-    name: its path as given, or its name in errors. path: of the file, None if the volume was passed in memory.
-    header: of the file or image; an empty one for an array. dtype: of the numbers as stored, None if scaled.
-    mask: (*spatial) float32, 1 where the image counts, else 0; None: everywhere. channels: more images.
+    name: its path as given, or its name in errors. header: of the file or image; an empty one for an array. dtype: of
+    the numbers as stored, None if scaled. path: of the file, and stamp: its `size_and_time` when it was read, both None
+    if the volume was passed in memory. mask: (*spatial) float32, 1 where the image counts, else 0; None: everywhere.
+    channels: more images.
     """
 
     array: np.ndarray
@@ -40,6 +41,7 @@ class Volume:
     header: nibabel.Nifti1Header = dataclasses.field(default_factory=nibabel.Nifti1Header)
     dtype: np.dtype | None = None
     path: Path | None = None
+    stamp: list[int] | None = None
     mask: np.ndarray | None = None
     channels: tuple["Volume", ...] = ()
 
@@ -85,9 +87,9 @@ def read_source(source, name, affine=None):
     if isinstance(source, Volume):
         return dataclasses.replace(source, mask=None, channels=())
     if is_path(source):
-        image = open_nifti(source)
+        image, stamp = open_nifti(source), formats.size_and_time(source)
         array, affine = read_volume(source, axes(source, image.shape))
-        return Volume(array, affine, str(source), image.header, stored_type(source), Path(source).absolute())
+        return Volume(array, affine, str(source), image.header, stored_type(source), Path(source).absolute(), stamp)
     name = str(getattr(source, "get_filename", lambda: None)() or name)
     array, own, header = in_memory(source, name)
     affine = affine if own is None else own
@@ -95,7 +97,10 @@ def read_source(source, name, affine=None):
         warnings.warn(f"{name}: an array alone has no spacing, so voxels of 1 mm are assumed; give (array, affine) if "
                       "that is wrong.", stacklevel=4)
         affine = np.eye(4)
-    return Volume(checked_image(name, array), affine, name, header, array.dtype)
+    image = checked_image(name, array)
+    if np.may_share_memory(image, array):  # the caller may use it for the next volume
+        image = image.copy()
+    return Volume(image, affine, name, header, array.dtype)
 
 
 def in_memory(source, name):

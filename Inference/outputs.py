@@ -34,6 +34,7 @@ from Inference.results import (
     require_apart,
     require_own,
     source_digests,
+    source_stamps,
     write_results,
 )
 from Inference.scores import COLUMNS, label_scores, moved_points, point_scores, said_of_labels, unscored
@@ -102,7 +103,8 @@ def save(result, folder):
     """Write a Result as the command writes a pair: its files, picture, results and report.
 
     Volumes given in memory are written too, as fixed.nii.gz, moving.nii.gz and so on, whole numbers in their own type,
-    because the page and the scores read them.
+    because the page and the scores read them. Those given as files are read again: raises InputError for one that has
+    changed since.
     """
     folder = Path(folder)
     volumes = {"fixed": result.fixed, "moving": result.moving}
@@ -110,6 +112,9 @@ def save(result, folder):
         volumes.update(zip(CHANNELS[side], volumes[side].channels))
     require_apart(folder, [volume.path for volume in volumes.values() if volume.path])
     require_own(folder, [folder])
+    for volume in volumes.values():
+        if volume.path and source_stamps({"": volume.path})[""] != volume.stamp:
+            raise InputError(f"{volume.path}: it has changed or is gone since it was registered; register it again.")
     files = {key: volume.path or folder / f"{key}.nii.gz" for key, volume in volumes.items()}
     earlier = read_results(folder)
     own = (earlier["settings"] or {}).get("from_memory", [])  # an earlier save wrote them

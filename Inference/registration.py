@@ -260,7 +260,7 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     overlap, shown_mask = shown_part(fixed, moving, first)
     # As Volumes, whose names the warnings have; a matrix, since the start by the headers cannot be changed here.
     result = register(fixed, Volume(shown, fixed.affine, moving.name), start=np.eye(4), fixed_mask=fixed.mask,
-                      fixed_channels=arrays(fixed)[1:], moving_mask=shown_mask, moving_channels=shown_channels,
+                      fixed_channels=fixed.channels, moving_mask=shown_mask, moving_channels=shown_channels,
                       **options)
     sentences = result.warnings
     if result.segmented_moving is not None:

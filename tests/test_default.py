@@ -21,6 +21,7 @@ from tests.test_nifti import OBLIQUE
 from tests.tiny import ROOT
 
 SHAPES = {"F": (14, 16, 12), "M": (15, 13, 14)}
+GOOD = np.random.default_rng(0).random((8, 9, 10))
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +83,20 @@ def test_whatever_holds_a_volume(place, kind):
     np.testing.assert_allclose(volume.affine, image.affine, atol=0 if kind != "SimpleITK" else 1e-4)
 
 
+@pytest.mark.parametrize("kind", [lambda array: (array, np.eye(4)), lambda array: (torch.from_numpy(array), np.eye(4)),
+                                  lambda array: nibabel.Nifti1Image(array, np.eye(4))])
+def test_a_volume_stays_when_the_memory_it_came_from_gets_the_next_one(kind):
+    array = GOOD.astype(np.float32)
+    volume = read_source(kind(array), "fixed")
+    array[:] = 0
+    assert np.array_equal(volume.array, GOOD.astype(np.float32))
+
+
 def test_an_array_alone_says_that_its_spacing_is_unknown(place):
     volumes = [make_subject(seed, SHAPES["F"])["image"] for seed in (0, 1)]
     with pytest.warns(UserWarning, match="moving: an array alone has no spacing, so voxels of 1 mm"):
         found = omnimorph.register(*volumes, affine=False, refine=1)
     assert np.array_equal(found.fixed.affine, np.eye(4)) and found.field.shape == (3, *SHAPES["F"])
-
-
-GOOD = np.random.default_rng(0).random((8, 9, 10))
 
 
 @pytest.mark.parametrize("source, words", [
@@ -289,3 +296,9 @@ def test_saving_replaces_no_file_of_the_user(small, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     found.save(tmp_path / "other")
     assert (tmp_path / "other/field.nii.gz").is_file()
+    nibabel.save(nibabel.Nifti1Image(1 - image, np.eye(4)), tmp_path / "fixed.nii.gz")
+    for _ in range(2):
+        with pytest.raises(omnimorph.InputError, match="fixed.nii.gz: it has changed or is gone since it was"):
+            found.save(tmp_path / "late")
+        (tmp_path / "fixed.nii.gz").unlink(missing_ok=True)
+    assert not (tmp_path / "late").exists()
