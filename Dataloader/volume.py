@@ -162,7 +162,8 @@ def dims_of(path):
 def checked_affine(affine, name):
     """An affine as 4x4 float64. name: of its volume. Raises InputError for one that is none, or singular."""
     try:
-        affine = np.array(affine, np.float64)
+        # A tensor may have a gradient.
+        affine = np.array(affine.detach().cpu().numpy() if hasattr(affine, "detach") else affine, np.float64)
     except (TypeError, ValueError):
         raise InputError(f"{name}: its affine is a {type(affine).__name__}; {KINDS}.") from None
     if is_singular(affine):

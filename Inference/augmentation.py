@@ -56,8 +56,9 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     label = None if label is None else as_array(label, "label", "give an array")
     if label is not None and label.shape != image.shape:
         raise InputError(f"label: shape {label.shape} is not that of the image, {image.shape}; give its own label.")
-    if mask is not None and np.shape(mask) != image.shape:
-        raise InputError(f"mask: shape {np.shape(mask)} is not that of the image, {image.shape}; give its own mask.")
+    mask = None if mask is None else as_array(mask, "mask", "give an array")
+    if mask is not None and mask.shape != image.shape:
+        raise InputError(f"mask: shape {mask.shape} is not that of the image, {image.shape}; give its own mask.")
     if labels not in LABELS:
         raise InputError(f"labels must be {' or '.join(LABELS)}, not {labels!r}.")
     if not isinstance(seed, numbers.Integral) or not isinstance(draw, numbers.Integral):
@@ -174,7 +175,7 @@ def draw_start(start, rng_key, cfg):
         start = (low, number) if sign == "-" else rising
     try:
         low, high = map(int, (start, start) if np.ndim(start) == 0 else start)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last for infinity
         low = high = 0
     if not 1 <= low <= high <= last:
         raise InputError(f"start {said}: the time of a random deformation is from 1 to {last} (diffusion.timesteps "

@@ -4,7 +4,7 @@ import torch
 from scipy import ndimage
 
 from Dataloader.grids import of_slab, slabs
-from Dataloader.volume import checked_affine
+from Dataloader.volume import as_array, checked_affine
 from Diffusion.fields import then_affine, warp
 from Inference.choices import LABELS
 from Runtime.device import own_settings
@@ -29,7 +29,7 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     Returns: (*fixed); outside the image its lowest finite intensity, or 0 for labels. Raises InputError if image,
     field and affines do not fit together.
     """
-    _require_fitting(image, affine, field, fixed_affine)
+    image, affine, field, fixed_affine = _fitting(image, affine, field, fixed_affine)
     if not order and image.size and np.abs(image).max() > EXACT:
         values = np.union1d(image, [0]).astype(image.dtype)
         zero = np.searchsorted(values, 0)
@@ -46,14 +46,16 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     return warped
 
 
-def _require_fitting(image, affine, field, fixed_affine):
-    """Raise InputError unless a field has a component for each axis of an image, and both affines place a volume."""
-    dims = np.ndim(image)
-    if dims not in (2, 3) or np.ndim(field) != dims + 1 or len(field) != dims:
-        raise InputError(f"a field of shape {np.shape(field)} cannot warp an image of shape {np.shape(image)}; give a "
-                         "3D image and a field (3, D, H, W), or a 2D one and (2, H, W).")
-    checked_affine(affine, "the image")
-    checked_affine(fixed_affine, "the fixed volume")
+def _fitting(image, affine, field, fixed_affine):
+    """The four, also tensors, as arrays.
+
+    Raises InputError unless the field has a component for each axis of the image, and both affines place a volume.
+    """
+    image, field = as_array(image, "the image", "give an array"), as_array(field, "the field", "give an array")
+    if image.ndim not in (2, 3) or field.ndim != image.ndim + 1 or len(field) != image.ndim:
+        raise InputError(f"a field of shape {field.shape} cannot warp an image of shape {image.shape}; give a 3D image "
+                         "and a field (3, D, H, W), or a 2D one and (2, H, W).")
+    return image, checked_affine(affine, "the image"), field, checked_affine(fixed_affine, "the fixed volume")
 
 
 def _to_moving(field, change, slab):
@@ -72,7 +74,7 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     Returns: (*fixed) of the label's dtype; 0 outside the moving volume. Raises InputError for other words, or if
     label, field and affines do not fit together.
     """
-    _require_fitting(label, affine, field, fixed_affine)
+    label, affine, field, fixed_affine = _fitting(label, affine, field, fixed_affine)
     if labels not in LABELS:
         raise InputError(f"labels must be {' or '.join(LABELS)}, not {labels!r}.")
     if labels == "nearest":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from Dataloader.volume import is_path
 from Diffusion.networks import build_network
 from Runtime import checkpoint
 from Runtime.config import MODEL_KEYS, check_config, load_config, overridden
@@ -55,6 +56,9 @@ def find_checkpoint(path):
     intact one is used, with a warning.
     Returns: Path. Raises InputError for a damaged file and for a folder without an intact checkpoint.
     """
+    if not is_path(path):
+        raise InputError("model: give a checkpoint (.pth), a .safetensors file, a run's folder or the word universal, "
+                         f"not {path!r}.")
     if path == "universal":
         if not UNIVERSAL.is_file():
             raise InputError(f"universal: its weights are missing ({UNIVERSAL} does not exist); restore that file, "
@@ -139,12 +143,13 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
     """A network in evaluation mode with the weights of `path`, and the config it was trained with.
 
     path: checkpoint (.pth), .safetensors file, run folder, hf:OWNER/NAME or "universal", see `find_checkpoint`.
-    device: auto, cpu, cuda, xpu, or a torch.device. overrides: list of "key=value" that change the config.
+    device: auto, cpu, cuda, xpu, or a torch.device. overrides: one or more "key=value" that change the config.
     The averaged weights are used if the training kept them (optim.average). The precision suits this device and may
     differ from training, unless overrides name run.amp.
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
     """
     device, path = pick_device(device), find_checkpoint(path)
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     state = load_state(path, device)
     if not isinstance(state.get("config"), dict):
         raise InputError(f"{path} has no config: use a checkpoint that OM_train_3modes.py wrote.")

@@ -7,10 +7,10 @@ import torch
 from torch.utils.data import get_worker_info
 
 from Dataloader.grids import same_grid
-from Dataloader.volume import as_array
+from Dataloader.volume import as_array, is_path
 from Inference.augmentation import MODES, STRIDE, deform, draw_field, draw_start
 from Inference.labels import carry
-from Inference.load_model import changed_config, default_config
+from Inference.load_model import changed_config, default_config, load_model
 from Inference.registration import register
 from Runtime.device import own_settings
 from Runtime.errors import InputError
@@ -28,8 +28,8 @@ class RandDeformationd(Base):
     mode: "bilinear" for images; "smooth" or "nearest" for labels; one for all keys or one for each.
     prob: probability that a sample is deformed.
     start: as in `augment`; (low, high) draws a strength for each sample. stride: as in `augment`.
-    model: (network, config) from `load_model`; the network sees as many channels of the first key as it was trained
-    with.
+    model: path for `load_model`, or what it returned (network, config); the network sees as many channels of the first
+    key as it was trained with.
     cfg: config for diffusion.* and data.* if there is no model; default Config/config_om.yaml.
     field_key: entry that receives the field, (N, *spatial) in voxels, zero if the sample is not deformed.
     allow_missing_keys: whether entries may be absent. seed: of the random state; None: a different one each time.
@@ -43,6 +43,7 @@ class RandDeformationd(Base):
                  allow_missing_keys=False, seed=None):
         self.keys, self.modes = check_modes(mode, keys)
         self.prob, self.start, self.stride, self.field_key = prob, start, stride, field_key
+        model = load_model(model) if is_path(model) else model
         self.net, self.cfg = model or (None, cfg and changed_config(cfg.get("model.dims", 3), cfg))
         self.allow_missing_keys, self.worker_seed = allow_missing_keys, None
         self.set_random_state(seed)

@@ -22,13 +22,18 @@ SHARED = {"lock": threading.Lock(), "users": 0, "before": None}  # of `own_setti
 def pick_device(name, local_rank=0):
     """The device for run.device: "auto" takes the accelerator that torch sees, else the CPU.
 
-    name: value of run.device; a torch.device is returned as it is. local_rank: chooses among several devices of a
-    node; a single visible device is assumed to be bound to this rank. "auto" skips the GPU of a Mac (mps) and prints
-    that.
+    name: value of run.device; a torch.device is returned as it is if torch sees any of its kind. local_rank: chooses
+    among several devices of a node; a single visible device is assumed to be bound to this rank. "auto" skips the GPU
+    of a Mac (mps) and prints that.
     Returns: torch.device. Raises InputError if the named device is missing or unfit, or if two ranks would share one.
     """
     if isinstance(name, torch.device):
+        if name.type in ("cuda", "xpu") and not torch.get_device_module(name).is_available():
+            raise InputError(f"device: {name} is requested, but torch {torch.__version__} sees none; install the "
+                             "matching torch build or take auto.")
         return name
+    if not isinstance(name, str):
+        raise InputError(f"device: give auto, cpu, cuda, xpu or a torch.device, not {name!r}.")
     if name in ("auto", "xpu") and not dist.is_backend_available("xccl"):
         load_intel_packages(name == "xpu")
     if ":" in name:

@@ -1,6 +1,8 @@
 """Carrying label maps: against the plain way on the whole volume, and what must not get lost."""
+import nibabel
 import numpy as np
 import pytest
+import torch
 from scipy import ndimage
 
 from Diffusion.metrics import dice
@@ -160,3 +162,15 @@ def test_what_does_not_fit_together_is_one_sentence(shape, size, affine, words):
         with pytest.raises(InputError) as found:
             function(np.ones(shape, np.uint8), affine, np.zeros(size, np.float32), np.eye(4))
         assert words in str(found.value)
+
+
+def test_tensors_are_arrays_and_images_of_a_library_are_named():
+    label = np.random.default_rng(0).integers(0, 3, (6, 7, 8)).astype(np.uint8)
+    field = np.zeros((3, *label.shape), np.float32)
+    for function in (apply_field, apply_label):
+        arrays = label, np.eye(4), field, np.eye(4)
+        wanted, found = function(*arrays), function(*(torch.tensor(array, requires_grad=array.dtype != np.uint8)
+                                                      for array in arrays))
+        assert np.array_equal(found, wanted) and found.dtype == wanted.dtype
+        with pytest.raises(InputError, match="the image: Nifti1Image is not a volume; give an array"):
+            function(nibabel.Nifti1Image(label, np.eye(4)), np.eye(4), field, np.eye(4))

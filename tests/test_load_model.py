@@ -87,7 +87,8 @@ def test_the_network_is_ready_to_use_and_keys_that_came_later_get_defaults(tmp_p
     assert field.shape == (1, 3, 16, 16, 16)
     velocity = {"refine.lr": 0.1, "refine.weight": 2.0, "refine.smooth": 1.0, "refine.levels": 2}
     torch.save({**state(config()), "config": {**old, **velocity}}, tmp_path / "velocity.pth")
-    _, cfg = load_model(tmp_path / "velocity.pth")
+    _, cfg = load_model(tmp_path / "velocity.pth", overrides="refine.window=7")
+    assert cfg["refine.window"] == 7
     assert (cfg["refine.weight"], cfg["refine.smooth"], cfg["refine.levels"]) == ("auto", 1.5, 2)
 
 
@@ -100,6 +101,8 @@ def test_what_cannot_be_used_is_named(tmp_path):
     torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.pth")
     torch.save({**good, "config": None}, tmp_path / "bare.pth")
     torch.save({**good, "config": {**cfg, "model.channels": [8, 16, 16]}}, tmp_path / "other.pth")
+    with pytest.raises(InputError, match="model: give a checkpoint .*, not None."):
+        load_model(None)
     for name, words in (("none.pth", "no such model"), ("empty", "no checkpoint in this folder"),
                         ("cut.pth", "restore the file"), ("foreign.pth", "not an OmniMorph checkpoint"),
                         ("bare.pth", "has no config"), ("other.pth", "do not fit the network")):

@@ -686,6 +686,7 @@ def test_the_state_of_the_transform():
     done = [bool(rare(data)["field"].any()) for _ in range(20)]
     assert 1 <= sum(done) <= 12
     assert transform(prob=0.0, field_key=None)(data)["image"] is data["image"]
+    assert isinstance(transform(model="universal").net, torch.nn.Module)
 
 
 class Samples(torch.utils.data.Dataset):
