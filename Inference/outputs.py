@@ -45,10 +45,10 @@ from Runtime.errors import InputError, attempt
 from Runtime.files import write_file
 
 # Columns of a row besides COLUMNS, including all that `judge` uses.
-ROW = ("overlap_percent", "covered_percent", "body_overlap", "folding_body_percent", "stretched_percent",
-       "inverse_error_max_mm", "inverse_error_voxels", "affine_similarity_before", "affine_similarity",
-       "affine_runner_up", "one_sign", "scale_least", "scale_most", "turn_degrees", "shear_degrees", "mirrors",
-       "segmentations", "compared_by", "warnings", "start", "smoothing")
+ROW = ("overlap_percent", "similarity_attainable", "covered_percent", "body_overlap", "folding_body_percent",
+       "stretched_percent", "inverse_error_max_mm", "inverse_error_voxels", "affine_similarity_before",
+       "affine_similarity", "affine_runner_up", "one_sign", "scale_least", "scale_most", "turn_degrees",
+       "shear_degrees", "mirrors", "segmentations", "compared_by", "warnings", "start", "smoothing")
 
 
 def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, None), disp=None, also=(),

@@ -87,6 +87,7 @@ class Result:
     reason: str  # for the verdict, in one sentence; "" where it is ok
     similarity_before: float  # as the headers place the volumes; on the fixed grid, 1 is perfect, see `image_scores`
     similarity: float
+    similarity_attainable: float  # at most about this much with the noise of both volumes, see `signal_share`
     covered_percent: float  # of the body of the fixed volume, covered by that of the moving one
     body_overlap: float  # Dice of both bodies
     folding_percent: float

@@ -71,20 +71,26 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
 
     fixed, before, after: (*fixed), the fixed volume and the moving one on its grid. moving: intensities of the moving
     one, of any shape, for their range. seen_before, seen_after: where the moving volume, and its mask, cover the grid.
-    Returns: dict of similarity_before, similarity, covered_percent (of the fixed body by the moving one), body_overlap
-    (Dice of both bodies); and the fixed body, booleans (*fixed).
+    Returns: dict of similarity_before, similarity, similarity_attainable (by a perfect registration, with the noise of
+    both volumes, see `signal_share`), covered_percent (of the fixed body by the moving one), body_overlap (Dice of both
+    bodies); and the fixed body, booleans (*fixed).
     """
     counts = np.ones(fixed.shape, bool) if fixed_mask is None else fixed_mask > 0
     given = in_range(fixed, fixed[counts]), in_range(before, moving), in_range(after, moving)
     fixed01, before01, after01, counts, seen_before, seen_after = (
         torch.from_numpy(array)[None, None].to(device) for array in (*given, counts, seen_before, seen_after))
-    body = body_of(contrast(fixed01, counts.float())[2] - noise_variance(fixed01, counts), counts, CONTRAST)
+    _, fixed_mean, fixed_variance = contrast(fixed01, counts.float())
+    fixed_noise = noise_variance(fixed01, counts)
+    body = body_of(fixed_variance - fixed_noise, counts, CONTRAST)
     body = body if body.any() else counts
     seen_before, seen_after = seen_before & counts, seen_after & counts
     scores = {"similarity_before": local_similarity(fixed01, before01, body, seen_before)[0]}
-    scores["similarity"], variance = local_similarity(fixed01, after01, body, seen_after)
-    variance -= noise_variance(after01, seen_after)
-    shown, own = (body_of(variance, seen_after, least) for least in (SHOWN, CONTRAST))
+    scores["similarity"], mean, variance = local_similarity(fixed01, after01, body, seen_after)
+    noise = noise_variance(after01, seen_after)
+    shown, own = (body_of(variance - noise, seen_after, least) for least in (SHOWN, CONTRAST))
+    # The covariance has no part of independent noise, so that squared correlation falls by the product of both shares.
+    scores["similarity_attainable"] = (signal_share(fixed01, fixed_mean, fixed_variance, body, fixed_noise)
+                                       * signal_share(after01, mean, variance, own, noise))
     scores["covered_percent"] = 100.0 * float((shown & body).sum()) / float(body.sum())
     scores["body_overlap"] = 2.0 * float((own & body).sum()) / float(own.sum() + body.sum())
     return scores, body[0, 0].cpu().numpy()
@@ -103,15 +109,40 @@ def body_of(variance, seen, least):
 
 
 def noise_variance(volume, seen):
-    """The variance of a volume's noise: that of the differences from the mean of 3 voxels along each axis, in the
-    calmest twentieth of what is seen, where there is hardly any anatomy.
+    """The variance of a volume's noise: its `roughness` in the calmest twentieth of what is seen, where there is hardly
+    any anatomy.
 
     volume: (1, 1, *spatial) float32. seen: booleans of that shape. Returns: a tensor of one number, or 0.0.
     """
+    return low_quantile(roughness(volume)[seen], 0.05)
+
+
+def roughness(volume):
+    """The variance of the differences from the mean of 3 voxels along each axis, in the cube around each voxel: that of
+    white noise, and more where there is anatomy. volume: (1, 1, *spatial) float32.
+    """
     count = 3 ** (volume.dim() - 2)
-    rough = box_mean((volume - box_mean(volume, 3)).square() * count / (count - 1), WINDOW)[seen]
-    every = max(1, rough.numel() // NOISE_SAMPLES)
-    return torch.quantile(rough[::every], 0.05) if rough.numel() else 0.0
+    return box_mean((volume - box_mean(volume, 3)).square() * count / (count - 1), WINDOW)
+
+
+def low_quantile(values, share):
+    """A quantile of values (K,), from NOISE_SAMPLES or a few more of them: a tensor of one number, or 0.0 if none."""
+    every = max(1, values.numel() // NOISE_SAMPLES)
+    return torch.quantile(values[::every], share) if values.numel() else 0.0
+
+
+def signal_share(volume, mean, variance, body, noise):
+    """How much of the local variance of a volume is no noise, 0 .. 1, averaged over its body; 1.0 without a body.
+
+    Noise may grow with the intensity, as speckle does, or lie in the body alone, as after skull-stripping. So it is at
+    least as large, for its local mean, as in the calmest hundredth of the body. Fine anatomy counts as noise, so
+    that real volumes with hardly any noise have about 0.93.
+    volume, mean, variance: (1, 1, *spatial) float32, the latter two from `contrast`. body: booleans of that shape.
+    noise: of `noise_variance`.
+    """
+    mean, variance = mean[body].square().clamp(min=1e-6), variance[body].clamp(min=1e-6)
+    noise = (low_quantile(roughness(volume)[body] / mean, 0.01) * mean).clamp(min=float(noise))
+    return float((1 - noise / variance).clamp(0, 1).mean()) if len(mean) else 1.0
 
 
 def in_range(volume, source):
@@ -131,7 +162,7 @@ def contrast(volume, weight):
 
 
 def local_similarity(fixed, moved, body, seen):
-    """Mean squared local correlation over a body, a float, 0 .. 1; and the local variance of the moved volume.
+    """Mean squared local correlation over a body, a float, 0 .. 1; and local mean and variance of the moved volume.
 
     cov^2 / (var_F var_M) in the cube around each voxel (Avants et al., Med Image Anal 2008).
     Arguments as in `image_scores`, all (1, 1, *fixed).
@@ -141,7 +172,7 @@ def local_similarity(fixed, moved, body, seen):
     _, moved_mean, moved_variance = contrast(moved, weight)
     covariance = box_mean(weight * fixed * moved, WINDOW) / count - fixed_mean * moved_mean
     correlation = covariance ** 2 / (fixed_variance.clamp(min=1e-6) * moved_variance.clamp(min=1e-6))
-    return float(torch.where(seen, correlation.clamp(max=1), 0)[body].mean()), moved_variance
+    return float(torch.where(seen, correlation.clamp(max=1), 0)[body].mean()), moved_mean, moved_variance
 
 
 def field_scores(field, body=None):

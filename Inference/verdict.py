@@ -13,6 +13,9 @@ VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
 # (doubtful, failed): beyond the first number a pair is doubtful, beyond the second it has failed.
 ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed one
 ALIKE_OF_TWO = (1.0, 0.11)  # the same for two modalities, where no score shows whether the volumes match
+# Where noise leaves less similarity attainable than the first (clean pairs: 0.82 to 0.94), a pair has failed only with
+# too small a part of that, and below the second never. It is not ok for it: a mirrored liver with noise had enough.
+NOISY, HIDDEN = 0.7, 0.3
 LOST = 0.01  # similarity that smoothing may cost two volumes that were alike from the start
 # Least part of the fixed body that the moving one covers, which may show only a part; the second of what its field of
 # view reaches.
@@ -78,10 +81,16 @@ def findings(scores):
     # A correct pair of two modalities needs no linear relation. A user who chose another measure knows that.
     if after is not None and not (two_modalities and scores.get("one_sign") is None):
         covered = max(scores.get("covered_percent", 100.0), COVERED_PERCENT[1]) / 100  # the rest is judged below
-        level = _level(after / covered, ALIKE_OF_TWO if two_modalities else ALIKE, larger_is_worse=False)
+        alike, limits = after / covered, ALIKE_OF_TWO if two_modalities else ALIKE
+        level = _level(alike, limits, larger_is_worse=False)
+        most = scores.get("similarity_attainable")
+        hidden = most is not None and most < NOISY and (most < HIDDEN or alike / most >= limits[1])
         if level == "doubtful" and two_modalities:
             yield level, ("the volumes look like two modalities and were compared by their structures: check the "
                           "picture, because no score shows whether they match.")
+        elif level and hidden:
+            yield "doubtful", (f"noise or speckle hides the anatomy from the similarity ({after:.2f}, where about "
+                               f"{most:.2f} is attainable): look at the picture, or give labels or landmarks.")
         elif level:
             yield level, (f"the volumes still differ strongly after the registration (similarity {after:.2f}): check "
                           "that both show the same organ.")

@@ -6,18 +6,22 @@ import pytest
 from scipy import ndimage
 
 from Dataloader.synthetic import make_subject
+from Inference.outputs import ROW
 from Inference.registration import register
-from Inference.scores import point_scores, stretched_percent
+from Inference.scores import COLUMNS, point_scores, stretched_percent
 from Inference.verdict import (
     ALIKE,
     COVERED_PERCENT,
     FOLDED_PERCENT,
+    HIDDEN,
     INVERSE_ERROR_VOXELS,
     LEAST_LIST,
+    NOISY,
     SCALES,
     SHEAR_DEGREES,
     STRETCHED_PERCENT,
     TURN_DEGREES,
+    findings,
     judge,
     judge_list,
 )
@@ -30,6 +34,7 @@ GOOD = {"similarity_before": 0.2, "similarity": 0.8, "covered_percent": 97.0, "s
 
 def test_a_good_pair_is_ok_without_a_reason():
     assert judge(GOOD) == ("ok", "") == judge({})
+    assert judge({**GOOD, "similarity_attainable": 0.2}) == ("ok", "") == judge({**GOOD, "similarity_attainable": None})
     assert judge({**GOOD, "dice_before": None, "tre_before_mm": None}) == ("ok", "")
     points = np.ones((4, 3))  # of a volume registered to itself
     same = point_scores(points, points, {}, np.full((3, 4, 4, 4), 0.02, np.float32), np.diag([2.0, 2, 2, 1]))
@@ -41,6 +46,11 @@ def test_a_good_pair_is_ok_without_a_reason():
     ({"similarity": 0.97 * ALIKE[0] - 0.01}, "doubtful", "still differ strongly"),
     ({"similarity": 0.97 * ALIKE[1] - 0.01}, "failed", "still differ strongly"),
     ({"similarity_before": 0.9}, "doubtful", "less similar than before"),
+    ({"similarity": 0.15, "similarity_attainable": NOISY + 0.01, "similarity_before": 0.1}, "failed", "still differ"),
+    ({"similarity": 0.15, "similarity_attainable": 0.5, "similarity_before": 0.1}, "doubtful", "speckle hides"),
+    ({"similarity": 0.30, "similarity_attainable": 0.5}, "doubtful", "(0.30, where about 0.50 is attainable)"),
+    ({"similarity": 0.08, "similarity_attainable": 0.5, "similarity_before": 0.08}, "failed", "still differ strongly"),
+    ({"similarity": 0.01, "similarity_attainable": HIDDEN - 0.01, "similarity_before": 0.01}, "doubtful", "hides"),
     ({"covered_percent": COVERED_PERCENT[0] - 1}, "doubtful", "covers only 64 %"),
     ({"covered_percent": COVERED_PERCENT[1] - 1}, "failed", "covers only 19 %"),
     ({"covered_percent": 40.0, "similarity": 0.3}, "doubtful", "covers only 40 %"),
@@ -64,6 +74,20 @@ def test_a_good_pair_is_ok_without_a_reason():
 def test_each_finding_has_its_verdict_and_its_sentence(changes, verdict, words):
     found, reason = judge({**GOOD, **changes})
     assert found == verdict and words in reason and reason.endswith(".") and "\n" not in reason
+
+
+def test_a_row_of_the_results_has_all_that_the_verdict_uses():
+    """A list is judged again from its rows."""
+    asked = set()
+
+    class Asked(dict):
+        def get(self, key, default=None):
+            asked.add(key)
+            return super().get(key, default)
+
+    list(findings(Asked(GOOD)))
+    assert asked >= {"similarity_attainable", "covered_percent"}
+    assert asked - {*COLUMNS, *ROW} == {"labels_lost", "tre_gained_voxels"}, "these two come with the labels and points"
 
 
 def test_two_modalities_are_not_judged_by_the_correlation_of_their_intensities():

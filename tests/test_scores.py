@@ -11,6 +11,7 @@ from Dataloader.volume import Volume
 from Inference.labels import apply_field
 from Inference.registration import register
 from Inference.scores import affine_scores, image_scores, inverse_scores, label_scores, pair_scores, said_of_labels
+from Inference.verdict import judge
 from tests import tiny
 from tests.test_nifti import make_affine, rotation
 
@@ -49,6 +50,32 @@ def test_noise_is_no_anatomy(noise):
     scores, body = image_scores(fixed, moved, again, moved, seen, seen)
     assert 40 < scores["covered_percent"] < 60 and 0.8 * ball.mean() < body.mean() < 1.2 * ball.mean()
     assert image_scores(fixed, again, again, again, seen, seen)[0]["body_overlap"] > 0.97
+
+
+def blobs(seed):
+    return 0.5 + ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=(40, 40, 40)), 4) * 10
+
+
+def speckle(rng):
+    """Multiplies an image as speckle does: independent of the anatomy, and alike in neighbouring voxels."""
+    parts = [ndimage.gaussian_filter(rng.normal(size=(40, 40, 40)), 0.8) for _ in range(2)]
+    return np.hypot(*parts) / np.hypot(*parts).mean()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03, 0.06, 0.1, 0.3, "speckle"])
+def test_noise_limits_the_similarity_that_is_attainable(noise):
+    """A pair in place does not fail for it; two volumes that show different things do, unless noise hides both."""
+    rng, seen = np.random.default_rng(0), everywhere((40, 40, 40))
+    spoil = (lambda image: image * speckle(rng)) if noise == "speckle" else (
+        lambda image: image + noise * rng.normal(size=image.shape))
+    fixed, again, other = (spoil(blobs(seed)) for seed in (0, 0, 1))
+    same, wrong = (image_scores(fixed, moved, moved, moved, seen, seen)[0] for moved in (again, other))
+    if noise == "speckle":  # what is alike in neighbouring voxels is not all seen as noise
+        assert same["similarity"] < same["similarity_attainable"] < 0.6
+    else:
+        assert same["similarity_attainable"] == pytest.approx(same["similarity"], abs=0.08)
+    assert judge(same)[0] == ("doubtful" if noise in (0.3, "speckle") else "ok")
+    assert judge(wrong)[0] == ("doubtful" if noise == 0.3 else "failed")
 
 
 def test_what_the_moving_volume_does_not_cover_counts_against_it(textured):
