@@ -14,8 +14,9 @@ VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
 ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed one
 ALIKE_OF_TWO = (1.0, 0.11)  # the same for two modalities, where no score shows whether the volumes match
 # Where noise leaves less similarity attainable than the first (clean pairs: 0.82 to 0.94), a pair has failed only with
-# too small a part of that, and below the second never. It is not ok for it: a mirrored liver with noise had enough.
-NOISY, HIDDEN = 0.7, 0.3
+# too small a part of that, and below the second only with less than a tenth (LEFT), as a volume of noise alone has. It
+# is not ok for it: a mirrored liver with noise had enough.
+NOISY, HIDDEN, LEFT = 0.7, 0.3, 0.1
 LOST = 0.01  # similarity that smoothing may cost two volumes that were alike from the start
 # Least part of the fixed body that the moving one covers, which may show only a part; the second of what its field of
 # view reaches.
@@ -84,7 +85,8 @@ def findings(scores):
         alike, limits = after / covered, ALIKE_OF_TWO if two_modalities else ALIKE
         level = _level(alike, limits, larger_is_worse=False)
         most = scores.get("similarity_attainable")
-        hidden = most is not None and most < NOISY and (most < HIDDEN or alike / most >= limits[1])
+        hidden = most is not None and most < NOISY and (
+            after / most >= LEFT if most < HIDDEN else alike / most >= limits[1])
         if level == "doubtful" and two_modalities:
             yield level, ("the volumes look like two modalities and were compared by their structures: check the "
                           "picture, because no score shows whether they match.")
