@@ -32,8 +32,9 @@ NO_DATA = {"derivatives", "sourcedata"}  # BIDS folders of results and raw data,
 # the jobs of --part are joined, only PART_RESULTS are there.
 OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"})
 PART_RESULTS = "parts/*_of_*/results.json"
-OF_RESULTS = re.compile(r"(?:warped|field|inverse_field|jacobian|segmented_(?:fixed|moving)|disp_[0-9]+_[0-9]+)"
-                        r"(?:_label|_channel_[0-9])?[.]")  # names of the volumes in folders of results
+OF_RESULTS = re.compile(r"(?:warped|field|inverse_field|jacobian|segmented_(?:fixed|moving)|disp_[0-9]+_[0-9]+|"
+                        r"template|doubt|log_jacobian\w*|middle|aligned|reference)(?:_label|_channel_[0-9])?"
+                        r"[.]")  # names of the volumes in folders of results
 # A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
 # one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
 SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. -])?(?P<word>d?segm?|aseg|synthseg|segmentations?|labels?|labelmap|"

@@ -298,7 +298,7 @@ def _require_inflatable(path, size):
     if not local and not voxels.is_file():
         return  # a pattern or a list of files
     # Without this number, ITK takes a whole file for the voxels, also one that begins with the header.
-    stated = int(number) if number.isdigit() else 0 if local else voxels.stat().st_size
+    stated = (int(number) if number.isdigit() else 0) or (0 if local else voxels.stat().st_size)
     header_bytes = fields.get(b"HeaderSize", b"")
     skipped = int(header_bytes) if header_bytes.isdigit() else 0  # of a file of voxels
     stream, found = zlib.decompressobj(zlib.MAX_WBITS | 32), 0  # 32: of gzip too

@@ -69,6 +69,7 @@ COMPARED = 2  # level on which structures are compared
 # A map whose shift differs from that of the headers by ASIDE of the fixed volume's longest side or more must close
 # this share of the gap to perfect similarity of a map nearer to them; a smaller shift, a proportional part.
 STEP_ASIDE, ASIDE = 0.05, 0.15
+ROUNDED = 0.01  # added to each gap: of two nearly perfect maps, neither is much nearer to perfect similarity
 TRUSTED = 0.4  # least part of what can be shown that the headers must show to tell how much it is
 
 
@@ -114,7 +115,11 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     def search(kind, stages):
         levels = _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, frames,
                          _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0, device)
-        return (*_search(levels, starts, shapes, kind, stages, finest), levels)
+        shown = _as_headers_show(levels, starts[0])
+        result = _search(shown, starts, shapes, kind, stages, finest)
+        if shown is not levels and not _is_near(result[0].numpy(), starts[0], levels[0]["extent_mm"]):
+            result = _search(levels, starts, shapes, kind, stages, finest)  # the headers are wrong, and so is the share
+        return (*result, levels)
 
     found = one_sign = None
     if similarity not in OF_TWO_MODALITIES:
@@ -340,6 +345,26 @@ def _share(weight, level):
     return (weight * level["textured"]).flatten(1).sum(1) / level["textured"].sum()
 
 
+def _as_headers_show(levels, header):
+    """Levels on which no more than the headers' map (N, N + 1) shows is attainable; the same ones if that is little.
+
+    If fields of view overlap in part, to show more than true headers do is no merit. Else a map would gain by a shift
+    to the next vertebra, or by squeezing an axis.
+    """
+    level = levels[COMPARED]
+    share = float(_share(_shown(torch.from_numpy(header)[None], level)[1], level))
+    if not TRUSTED * level["attainable"] <= share < level["attainable"]:
+        return levels
+    return [{**level, "attainable": min(level["attainable"], share)} for level in levels]
+
+
+def _is_near(found, header, extent_mm):
+    """Whether a map (N, N + 1) shifts and turns little from that of the headers, which then were about right."""
+    dims = len(header)
+    shift_mm = np.linalg.norm(found[:, dims] - header[:, dims])
+    return shift_mm < ASIDE * extent_mm and _turn(found[:, :dims] @ np.linalg.inv(header[:, :dims])) < USUAL
+
+
 def global_correlation(image, target, weight):
     """Normalised cross-correlation of all voxels of each sample, (B,). image, target, weight: (B, 1, *spatial)."""
     image, target, weight = (each.flatten(1) for each in (image, target, weight))
@@ -381,11 +406,6 @@ def _search(levels, starts, shapes, kind, stages, finest):
     """
     first, *finer = stages
     sides, measure = SIDES[len(shapes[0])], first[1]
-    # If fields of view overlap in part, to show more than the headers do is no merit. Else a map would gain by a shift
-    # to the next vertebra, or by squeezing an axis.
-    share = float(_share(_shown(torch.from_numpy(starts[0])[None], levels[COMPARED])[1], levels[COMPARED]))
-    if share >= TRUSTED * levels[COMPARED]["attainable"]:
-        levels = [{**level, "attainable": min(level["attainable"], share)} for level in levels]
     tried = torch.from_numpy(np.stack([*starts, *_turned(starts[0], shapes, kind, TURNS[measure])]))
     candidates = _together(_first(tried, len(starts), levels[0], measure), levels[0], measure)
     header, done, runner_up = tried[0], set(), None
@@ -521,7 +541,7 @@ def _nearest(candidates, header, level):
     """
     shifts = [float((_matrix(*candidate, level)[0] - header)[:, -1].norm()) / level["extent_mm"]
               for candidate in candidates]
-    missing = [(1.0 - score) / (1.0 - STEP_ASIDE * min(1.0, shift / ASIDE))
+    missing = [(1.0 - score + ROUNDED) / (1.0 - STEP_ASIDE * min(1.0, shift / ASIDE))
                for score, shift in zip(_scores(candidates, level, "local"), shifts)]
     return [candidates[int(np.argmin(missing))]]
 
@@ -561,7 +581,8 @@ def _worth_their_turn(candidates, header, level, similarity):
     Many organs look about the same after a turn, and headers are usually right.
     """
     turns, scores = _turns(candidates, header, level), _scores(candidates, level, similarity)
-    missing = [(1.0 - score) / (1.0 - LEAP * min(1.0, turn / NEAR) ** 2) for score, turn in zip(scores, turns)]
+    missing = [(1.0 - score + ROUNDED) / (1.0 - LEAP * min(1.0, turn / NEAR) ** 2)
+               for score, turn in zip(scores, turns)]
     furthest = max(turns[int(np.argmin(missing))], USUAL)
     return [candidate for candidate, turn in zip(candidates, turns) if turn <= furthest]
 

@@ -20,6 +20,7 @@ from Dataloader.nifti import (
 )
 from Dataloader.points import write_points
 from Dataloader.transforms import write_field_h5, write_matrix
+from Dataloader.volume import read_source
 from Diffusion.fields import jacobian_determinant
 from Inference.choices import IMAGES
 from Inference.labels import apply_label
@@ -113,8 +114,11 @@ def save(result, folder):
     require_apart(folder, [volume.path for volume in volumes.values() if volume.path])
     require_own(folder, [folder])
     for volume in volumes.values():
-        if volume.path and source_stamps({"": volume.path})[""] != volume.stamp:
-            raise InputError(f"{volume.path}: it has changed or is gone since it was registered; register it again.")
+        if volume.path and volume.stamp and source_stamps({"": volume.path})[""] != volume.stamp:
+            again = read_source(volume.path, "volume") if Path(volume.path).exists() else None
+            if again is None or not all(map(np.array_equal, again, volume)):  # not its time alone
+                raise InputError(f"{volume.path}: it has changed or is gone since it was registered; register it "
+                                 "again.")
     files = {key: volume.path or folder / f"{key}.nii.gz" for key, volume in volumes.items()}
     earlier = read_results(folder)
     own = (earlier["settings"] or {}).get("from_memory", [])  # an earlier save wrote them

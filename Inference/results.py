@@ -296,7 +296,8 @@ def do_one(function, out, of_list, entry, folder, earlier):
     except OSError as error:
         # The folder of a part holds neither those of its pairs nor what lies beside them for Learn2Reg.
         homes, written = {Path(out).resolve(), folder.resolve()}, Path(error.filename or "").resolve()
-        if not error.filename or homes & {*written.parents} or written.parent == folder.resolve().parent:
+        beside = of_list and written.parent == folder.resolve().parent
+        if not error.filename or homes & {*written.parents} or beside:
             raise  # the results of no entry can be written
         return f"{error.filename}: {error.strerror}; check the file."
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

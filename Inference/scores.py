@@ -72,8 +72,8 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
     fixed, before, after: (*fixed), the fixed volume and the moving one on its grid. moving: intensities of the moving
     one, of any shape, for their range. seen_before, seen_after: where the moving volume, and its mask, cover the grid.
     Returns: dict of similarity_before, similarity, similarity_attainable (by a perfect registration, with the noise of
-    both volumes, see `signal_share`), covered_percent (of the fixed body by the moving one), body_overlap (Dice of both
-    bodies); and the fixed body, booleans (*fixed).
+    both volumes, see `signal_share`; None if no more than chance is alike), covered_percent (of the fixed body by the
+    moving one), body_overlap (Dice of both bodies); and the fixed body, booleans (*fixed).
     """
     counts = np.ones(fixed.shape, bool) if fixed_mask is None else fixed_mask > 0
     given = in_range(fixed, fixed[counts]), in_range(before, moving), in_range(after, moving)
@@ -91,6 +91,8 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
     # The covariance has no part of independent noise, so that squared correlation falls by the product of both shares.
     scores["similarity_attainable"] = (signal_share(fixed01, fixed_mean, fixed_variance, body, fixed_noise)
                                        * signal_share(after01, mean, variance, own, noise))
+    if scores["similarity"] < 2.0 / (WINDOW ** fixed.ndim - 1):  # chance gives half of that: nothing is alike
+        scores["similarity_attainable"] = None
     scores["covered_percent"] = 100.0 * float((shown & body).sum()) / float(body.sum())
     scores["body_overlap"] = 2.0 * float((own & body).sum()) / float(own.sum() + body.sum())
     return scores, body[0, 0].cpu().numpy()

@@ -79,7 +79,7 @@ def save(run, relative, state, metrics=None, best=None):
         if best and before and all(before.get(key) == best[key] for key in ("metric", "measured_on")):
             best = best if best["value"] > before["value"] else None
         # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
-        _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
+        _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best or before}})
         replace(partial, target)
         manifest["checkpoints"][relative] = entry
         _write_manifest(run, manifest | {"best": best or before})

@@ -44,7 +44,8 @@ def known_step(run, cfg):
     try:
         content = json.loads(path.read_text())
         step = {name: int(content[name]) for name in ("samples", "pairs", "ranks")}
-        same_ratio = content.get("ratio", ratio) == ratio  # steps of earlier versions have none
+        # Steps of earlier versions have none. They took that of the config if this also set the step.
+        same_ratio = content.get("ratio", None if total else ratio) == ratio
     except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
         return None
     if total and (total != step["samples"] or not same_ratio):
@@ -55,8 +56,10 @@ def known_step(run, cfg):
 def logged_step(run, cfg):
     """The step of a run that has lost its step.json, from the samples of the last step in rank 0's log.
 
-    run: Path of the run folder. Raises InputError if that log has no step either.
+    run: Path of the run folder. Returns: None without that log. Raises InputError if it has no step.
     """
+    if not (run / "rank0.jsonl").exists():  # a checkpoint without its logs, as on another cluster
+        return None
     lines = read_lines(run / "rank0.jsonl", LOG_BYTES)
     samples = next((line["samples"] for line in reversed(lines)
                     if line.get("event") == "step" and type(line.get("samples")) is int), 0)
@@ -76,7 +79,7 @@ def fix_step(run, cfg, world_size):
     begun = durable_step(run) or has_files(run)
     step, total = known_step(run, cfg) if begun else None, cfg["data.global_batchsize"]
     if step is None:
-        step = logged_step(run, cfg) if begun and not total else new_step(cfg, world_size)
+        step = (logged_step(run, cfg) if begun and not total else None) or new_step(cfg, world_size)
         write_file(run / "step.json", json.dumps({**step, "ratio": cfg["data.diff_reg_batch_ratio"]}) + "\n")
     return {**step, "ranks": world_size} if total else step  # one that the config sets binds this launch's ranks
 

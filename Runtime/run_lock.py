@@ -315,7 +315,7 @@ def _job_state(content, run):
         if answer.returncode and "Invalid job id" not in answer.stderr:  # Slurm's words for a job it has forgotten
             raise OSError(errno.ETIMEDOUT, f"Slurm does not say whether job {job} still runs ({answer.stderr.strip()})")
         state = answer.stdout.strip()
-        if not state and content.get("user", _user()) != _user():
+        if not state and content.get("user", (run / "lock.json").stat().st_uid) != _user():
             return None
     if re.search("RUNNING|SUSPENDED|STOPPED|CONFIGURING|RESIZING", state):
         return "running"

@@ -53,7 +53,7 @@ def segment(args):
             *(f"{item['id']}/{name}" for item in images for name in (LABEL, DOUBT))],
             [item[key] for item in atlases + images for key in ("image", "label")])
         if not args.again:
-            common.require_uncorrected(out, LABEL)
+            common.require_uncorrected(out, LABEL, [item["id"] for item in images])
         done = kept_images(images, voting, settings, out, args.again, args.keep)
         waiting = [item for item in images if item["id"] not in done]
         starts = rank_all(waiting, voting, options, settings, out, args)

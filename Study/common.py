@@ -92,8 +92,10 @@ def claim(out, program, names, inputs=()):
     to `out`. inputs: paths of the files that it will read; None is skipped.
     Raises InputError if one of these files exists without results of an earlier run, or is among the inputs.
     """
-    homes = {out, *((out / name).parent for name in names if name.endswith("results.json"))}
-    is_new = not any(read_results(home)["version"] for home in homes)
+    inner = {(out / name).parent for name in names if name.endswith("results.json")}
+    earlier = [read_results(out), *filter(lambda each: (each["settings"] or {}).get("program") == program,
+                                          map(read_results, inner))]
+    is_new = not any(each["version"] for each in earlier)
     for name in names if is_new else ():
         if os.path.lexists(out / name) and not os.path.isdir(out / name):  # no file replaces a folder
             raise InputError(f"{out / name}: it is not of an earlier run into {out}, and a result would replace it; "
@@ -106,13 +108,14 @@ def claim(out, program, names, inputs=()):
         write_results(out, [], [], {"program": program}, complete=False)
 
 
-def require_uncorrected(out, name):
+def require_uncorrected(out, name, images):
     """Raise InputError if somebody has corrected a label map of an earlier run, which would be made anew.
 
-    out: Path of the results. name: of the label maps in the folders of their images. One that cannot be read is only
-    damaged.
+    out: Path of the results. name: of the label maps in the folders of their images. images: names of those of this
+    run. A label map that cannot be read is only damaged.
     """
-    for row in read_results(out)["pairs"].values():
+    rows = read_results(out)["pairs"]
+    for row in (rows[image] for image in images if image in rows):
         path = Path(row["folder"]) / name
         entry = row.get("files", {}).get(os.path.relpath(path, out))
         if not entry or not path.is_file() or not damage({path: entry}, out):
@@ -122,7 +125,7 @@ def require_uncorrected(out, name):
         except InputError:
             continue
         raise InputError(f"{path}: it has changed since it was written, and would be made anew: move it to another "
-                         "folder to keep it, or give --again.")
+                         "folder to keep it, or give --again, which replaces it.")
 
 
 def aligned(fixed, moving, **options):

@@ -215,7 +215,8 @@ def decide(lines, verdict, patience_s=0.0):
     if repeats == SAME_DEATHS - 1 and not back:
         return "step back", "The same death twice without a new durable step: goes one checkpoint back."
     if last.get("unlisted"):
-        return "continue", "Continues from the newest checkpoint that verifies, although manifest.json lists none."
+        return "continue", ("Continues from the newest checkpoint that verifies, although manifest.json lists none "
+                            "that counts.")
     return "continue", (f"Continues from the newest checkpoint that verifies (step {last['durable']})."
                         if last["durable"] else "Starts anew: no checkpoint has been written that verifies.")
 

@@ -316,7 +316,7 @@ def test_a_lost_manifest_is_not_taken_for_a_run_without_checkpoints(tmp_path):
     (tmp_path / "manifest.json").write_text("")
     die(tmp_path, step=8)
     assert history(tmp_path)[-1]["next"] == (
-        "Continues from the newest checkpoint that verifies, although manifest.json lists none.")
+        "Continues from the newest checkpoint that verifies, although manifest.json lists none that counts.")
 
 
 @pytest.mark.parametrize("cut", [b'{"event": "end", "atte', b'{"event": "end"\n\xff\xfe\0'])
@@ -479,6 +479,9 @@ def test_a_step_is_kept_if_its_file_is_lost_or_the_config_sets_the_same_samples(
     durable(tmp_path, 4)
     assert step(3, data__global_batchsize=6) == whole
     assert step(1, data__global_batchsize=6, data__batchsize=1) == {**whole, "ranks": 1}
+    path.unlink()
+    assert step(3) == whole, "a checkpoint without its logs, as on another cluster"
+    write_rank(tmp_path, 0, {"event": "epoch"})
     for lose in (path.unlink, lambda: path.write_text(""), lambda: path.write_text("[]")):
         lose()
         with pytest.raises(InputError, match=f"{path} is missing or damaged.*: set data.global_batchsize"):

@@ -164,7 +164,8 @@ def test_a_file_of_the_users_is_not_replaced_by_a_result_of_that_name(tmp_path, 
 
 def test_what_a_killed_run_has_left_may_be_replaced_unless_it_is_an_input(tmp_path):
     (tmp_path / "old/pass_1").mkdir(parents=True)  # of 1.3.0, which wrote the results themselves last
-    (tmp_path / "old/pass_1/results.json").write_text('{"version": "1.3.0", "pairs": []}')
+    (tmp_path / "old/pass_1/results.json").write_text(
+        '{"version": "1.3.0", "pairs": [], "settings": {"program": "motion"}}')
     (tmp_path / "old/reference.nii.gz").touch()
     claim(tmp_path / "old", "motion", ["reference.nii.gz", "pass_1/results.json"])
     for _ in range(2):
