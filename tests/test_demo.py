@@ -38,6 +38,6 @@ def test_a_second_demo_does_not_delete_the_first_while_it_trains(tmp_path, monke
     run = tmp_path / "Logs/demo/Models/demo_om_net"
     run.mkdir(parents=True)
     lock(run, 60)
-    with pytest.raises(InputError, match=r"in use by process \d+ on .* or call this in another folder\.$"):
+    with pytest.raises(InputError, match=r"in use by process \d+ on .* or call this in another folder; if"):
         demo.run(demo.parse_arguments(["--set", "data.expect_samples=99"]))
     assert (run / "lock.json").exists()
