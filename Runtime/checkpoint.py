@@ -26,8 +26,8 @@ from Runtime import watchdog
 from Runtime.config import MODEL_KEYS
 from Runtime.device import synchronize
 from Runtime.errors import InputError, is_out_of_memory
-from Runtime.files import is_passing, listed, partial_path, patiently, replace, sha256, write_file, write_flushed
-from Runtime.manifest import LOST, damage, newest_first, read_manifest, standing, wrong_size
+from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file, write_flushed
+from Runtime.manifest import LOST, checkpoint_files, damage, newest_first, read_manifest, standing, wrong_size
 from Runtime.run_lock import assert_held
 
 FORMAT = 1
@@ -134,7 +134,7 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
     some could not be read, since they may be intact.
     """
     # First: a run that is being trained names a file in the manifest before it appears.
-    files = patiently(lambda: _checkpoint_files(run), patience_s, run)
+    files = patiently(lambda: checkpoint_files(run), patience_s, run)
     manifest = patiently(lambda: _manifest(run, warn), patience_s, run / "manifest.json")
     entries = manifest["checkpoints"]
     unlisted = [relative for relative in files if relative not in entries and (run / relative).exists()]
@@ -424,12 +424,6 @@ def _reason(error):
     return f"cannot be read: {type(error).__name__}: {text}"
 
 
-def _checkpoint_files(run):
-    """Relative paths of all checkpoint files, in the manifest or not."""
-    paths = [path for path in (*listed(run), *listed(run / "tmp")) if path.name.endswith(".pth")]
-    return sorted(path.relative_to(run).as_posix() for path in paths)
-
-
 def _manifest(run, warn):
     """The manifest; if it is lost, it is rebuilt from the files that load."""
     try:
@@ -437,7 +431,7 @@ def _manifest(run, warn):
     except LOST as error:
         reason = _reason(error)
     manifest = {"checkpoints": {}, "best": None}
-    files = _checkpoint_files(run)
+    files = checkpoint_files(run)
     if not files:
         return manifest
     warn(f"{run / 'manifest.json'} {reason}; rebuilding it from the files that can be read, without their metrics")

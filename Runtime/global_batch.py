@@ -8,8 +8,8 @@ import dataclasses
 import json
 
 from Runtime.errors import InputError
-from Runtime.files import read_lines, write_file
-from Runtime.manifest import durable_step, has_files
+from Runtime.files import is_there, read_lines, write_file
+from Runtime.manifest import checkpoint_files, durable_step
 
 LOG_BYTES = 2 ** 20  # at the end of rank 0's log, where its last step is
 
@@ -58,7 +58,7 @@ def logged_step(run, cfg):
 
     run: Path of the run folder. Returns: None without that log. Raises InputError if it has no step.
     """
-    if not (run / "rank0.jsonl").exists():  # a checkpoint without its logs, as on another cluster
+    if not is_there(run / "rank0.jsonl"):  # a checkpoint without its logs, as on another cluster
         return None
     lines = read_lines(run / "rank0.jsonl", LOG_BYTES)
     samples = next((line["samples"] for line in reversed(lines)
@@ -76,7 +76,7 @@ def fix_step(run, cfg, world_size):
 
     A step that no launch has taken yet, since the first one was refused or died, binds nobody.
     """
-    begun = durable_step(run) or has_files(run)
+    begun = durable_step(run) or checkpoint_files(run)
     step, total = known_step(run, cfg) if begun else None, cfg["data.global_batchsize"]
     if step is None:
         step = (logged_step(run, cfg) if begun and not total else None) or new_step(cfg, world_size)

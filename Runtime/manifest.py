@@ -6,7 +6,7 @@ reason why a run went back one checkpoint. `standing` decides what is kept, wher
 """
 import json
 
-from Runtime.files import sha256, write_file
+from Runtime.files import listed, sha256, write_file
 
 # What `read_manifest` raises if the manifest is missing or damaged. Any other OSError says nothing about it.
 LOST = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError)
@@ -66,9 +66,10 @@ def durable_step(run):
     return next((entry["step"] for entry in durable(run)), 0)
 
 
-def has_files(run):
-    """Whether a run folder has checkpoints, listed or not: the manifest may be lost."""
-    return any(run.glob("*.pth")) or any(run.glob("tmp/*.pth"))
+def checkpoint_files(run):
+    """Relative paths of all checkpoint files, in the manifest or not. Raises OSError as `listed` does."""
+    paths = [path for path in (*listed(run), *listed(run / "tmp")) if path.name.endswith(".pth")]
+    return sorted(path.relative_to(run).as_posix() for path in paths)
 
 
 def trust_again(run, reason):

@@ -25,9 +25,9 @@ import yaml
 
 from Runtime.config import flatten, load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
-from Runtime.files import append_line, is_passing, is_there, patiently, read_lines, write_file
+from Runtime.files import append_line, is_passing, is_there, listed, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
-from Runtime.manifest import durable, durable_step, has_files, trust_again
+from Runtime.manifest import checkpoint_files, durable, durable_step, trust_again
 from Runtime.run_lock import TakenOver, generations, hold, launch_files, lock, run_folder, slurm_job, touch, unlock
 from Supervisor.verdict import STARTING, judge, read_rank, sentence
 
@@ -55,7 +55,8 @@ def begin(run, loop, world_size):
     if begins and begins[-1]["attempt"] not in ended:  # launcher and ranks died together
         end(run, begins[-1]["attempt"], None)
     # Also above those in the ranks' logs: attempts.jsonl may be lost, and what they say would be taken for this one's.
-    logged = [line.get("attempt") for path in run.glob("rank*.jsonl") for line in read_lines(path, LAST_LINES)]
+    logs = [path for path in listed(run) if path.match("rank*.jsonl")]
+    logged = [line.get("attempt") for path in logs for line in read_lines(path, LAST_LINES)]
     logged = [number for number in logged if type(number) is int]  # a damaged line may hold anything
     attempt = max([-1, *(line["attempt"] for line in begins[-1:]), *logged]) + 1
     append_line(run / "attempts.jsonl", {
@@ -165,7 +166,7 @@ def judged(run, attempt, code, patience_s):
     line = {"event": "end", "attempt": attempt, "loop": begun["loop"], "code": code,
             "time": time.time() if code is not None else verdict["ended"] or begun["time"],
             "durable": steps[0] if steps else 0, "before": steps[1] if len(steps) > 1 else None,
-            "unlisted": not steps and has_files(run),
+            "unlisted": not steps and bool(checkpoint_files(run)),
             "cause": verdict["cause"], "host": verdict["host"] if verdict["rank"] is not None else "",
             "signature": [verdict[key] for key in ("cause", "mode", "phase", "step")]}
     decision, reason = decide([*lines, line], verdict, patience_s)
