@@ -27,7 +27,7 @@ from Report.page import markdown_table
 from Runtime import checkpoint
 from Runtime.config import modes_of, overridden
 from Runtime.errors import DONE, InputError, parse_options, run_program
-from Runtime.files import partial_path, replace, require_unedited, sha256, signed, write_file, write_flushed
+from Runtime.files import edited, partial_path, replace, require_unedited, sha256, signed, write_file, write_flushed
 from Runtime.manifest import LOST, read_manifest
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
@@ -270,8 +270,7 @@ def require_own(folder):
     page, config = folder / PAGE, folder / CONFIG
     require_unedited(page)
     if config.is_file() and not (page.is_file() and sha256(config).encode() in page.read_bytes()):
-        raise InputError(f"{config}: it is not as this version wrote it, and would be replaced; keep it under another "
-                         "name, or choose another --out.")
+        raise edited(config)
 
 
 def run(args):

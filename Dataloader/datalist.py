@@ -792,11 +792,11 @@ def _without_results(paths, above):
     that OM_augment.py writes.
     """
     folders = {folder for path in paths for folder in path.parents if above in folder.parents}
-    of_results = [folder for folder in folders if _is_of_results(*next(os.walk(folder), (folder, [], [])))]
+    of_results = {folder for folder in folders if _is_of_results(*next(os.walk(folder), (folder, [], [])))}
     drawn = {folder for folder in of_results if (folder / "draws.jsonl").is_file()}
     copies = {folder / "bids" for folder in of_results}
     return [path for path in paths if not (drawn | copies).intersection(path.parents) and not (
-        OF_RESULTS.match(path.name) and set(of_results).intersection(path.parents))] or paths
+        OF_RESULTS.match(path.name) and of_results.intersection(path.parents))] or paths
 
 
 def _derived_segmentation(root):

@@ -53,24 +53,20 @@ def is_series(path):
         names = sorted((name for name in names if not name.startswith((".", "DICOMDIR"))), reverse=True)
         # One file of each suffix is opened, because a folder may hold thousands.
         for name in sorted({Path(name).suffix.lower() or name: name for name in names}.values()):
-            dicom = _is_dicom(os.path.join(path, name))
+            dicom = _dicom_kind(os.path.join(path, name)) is not None
             if dicom or Path(name).suffix.lower() in OTHERS:
                 return dicom
     return False
 
 
-def _is_dicom(path):
-    """Whether a file has the mark of DICOM, which some files lack."""
-    with open(path, "rb") as file:
-        return file.read(132)[128:] == b"DICM"
-
-
 def _dicom_kind(path):
-    """The kind of a DICOM object: the UID of its SOP class, b"" without one; None for a file without DICOM's mark."""
-    if not _is_dicom(path):
-        return None
+    """The kind of a DICOM object: the UID of its SOP class, b"" without one; None for a file without DICOM's mark,
+    which some objects lack too."""
     with open(path, "rb") as file:
-        found = re.search(rb"\x02\x00\x02\x00UI..([0-9.]+)", file.read(1024), re.S)
+        head = file.read(1156)
+    if head[128:132] != b"DICM":
+        return None
+    found = re.search(rb"\x02\x00\x02\x00UI..([0-9.]+)", head, re.S)
     return found[1] if found else b""
 
 

@@ -575,11 +575,13 @@ class OM_net(nn.Module):
             return kernels.Warp.apply(skip.movedim(1, -1).contiguous(), field).movedim(-1, 1)       # (B, 32, 64^3)
         return warp(skip, field, padding="border").to(skip.dtype)                           # (B, 32, 64^3)
 
-    def descent_target(self, condition, use_condition):
-        """What the learned steps compare the image with; None without such steps or without a condition."""
+    def descent_target(self, image, condition, use_condition):
+        """What the learned steps compare the image with; None without such steps or in a network without conditions."""
         descent = self.descent or self.fine_descent
-        if descent is None or condition is None:
+        if descent is None or condition is None and not self.conditioned:
             return None
+        if condition is None:  # as one that is hidden: its steps have no force, but a context
+            condition = image.new_zeros(len(image), image.shape[1] + 1, *image.shape[2:])
         with torch.no_grad(), torch.autocast(condition.device.type, enabled=False):
             return target_of(pad_to_multiple(condition, self.multiple).float(), use_condition, descent.groups)
 
@@ -659,10 +661,7 @@ class OM_net(nn.Module):
         shown_fraction = None  # only the affine match asks for it
         if self.match is not None:
             shown_fraction = self.shown_fraction(image, condition, use_condition)           # (B,)
-        shown = condition
-        if condition is None and self.conditioned:  # as one that is hidden: its steps have no force, but a context
-            shown = image.new_zeros(len(image), image.shape[1] + 1, *image.shape[2:])
-        target = self.descent_target(shown, use_condition)
+        target = self.descent_target(image, condition, use_condition)
         attentions = iter(self.attention.in_passes(self.rec_num, image))
 
         def one_pass(warped):

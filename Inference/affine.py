@@ -324,6 +324,14 @@ def _shown(maps, level):
 
 def _alike(maps, level, similarity):
     """The similarity (B,) of the volumes under maps (B, N, N + 1), times the share of them that can be compared."""
+    alike, share = _compared(maps, level, similarity)
+    # A mean over the overlap grows when dissimilar voxels leave the moving volume. Times the share of the comparable
+    # voxels inside the moving volume, of the most that can be inside, it is a sum over one fixed set of voxels.
+    return (alike * (share / level["attainable"]).clamp(max=1.0)).cpu()
+
+
+def _compared(maps, level, similarity):
+    """The similarity (B,) of the volumes under maps (B, N, N + 1) where they overlap, and their `_share`."""
     warped, weight = _shown(maps, level)
     fixed = level["fixed"].expand_as(warped)
     if similarity == "global":
@@ -335,9 +343,7 @@ def _alike(maps, level, similarity):
         bins = min(MOST_BINS, round(level["fixed"].numel() ** (1 / 3)))
         alike = torch.stack([mutual_information(image, target, count, bins)
                              for image, target, count in zip(warped, fixed, weight)])
-    # A mean over the overlap grows when dissimilar voxels leave the moving volume. Times the share of the comparable
-    # voxels inside the moving volume, of the most that can be inside, it is a sum over one fixed set of voxels.
-    return (alike * (_share(weight, level) / level["attainable"]).clamp(max=1.0)).cpu()
+    return alike, _share(weight, level)
 
 
 def _share(weight, level):
@@ -428,11 +434,11 @@ def _search(levels, starts, shapes, kind, stages, finest):
             candidates = _worth_their_turn(candidates, header, level, measure)
     (start, parameters), = _best(candidates, 1, level, measure)
     found = _matrix(start, parameters, level)[0]
-    both = torch.stack([header, found])
-    before, after = _alike(both, level, measure).tolist()
+    alike, share = _compared(torch.stack([header, found]), level, measure)
+    before, after = (alike * (share / level["attainable"]).clamp(max=1.0)).tolist()
     is_better = after > before + max(BETTER * (1.0 - before), LEAST_GAIN)
     # Over the same voxels of the fixed grid; a voxel that maps outside the moving volume counts as 0.
-    before, after = _alike(both, {**level, "attainable": 1.0}, measure).tolist()
+    before, after = (alike * share.clamp(max=1.0)).tolist()
     return found if is_better else header, {"affine_similarity": after if is_better else before,
                                             "affine_similarity_before": before, "affine_runner_up": runner_up}
 

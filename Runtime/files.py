@@ -117,6 +117,12 @@ def signed(text, line):
     return f"{text}{line.format(hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest())}\n"
 
 
+def edited(path):
+    """The error for a file that is not as it was written and would be replaced."""
+    return InputError(f"{path}: it is not as this version wrote it, and would be replaced; keep it under another name, "
+                      "or choose another --out.")
+
+
 def require_unedited(path):
     """Raise InputError if a file is there that is not as `signed` made it: somebody has edited it, or it is another."""
     path = Path(path)
@@ -124,8 +130,7 @@ def require_unedited(path):
         return
     text, newline, last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
     if hashlib.sha256(text + newline).hexdigest().encode() not in last:
-        raise InputError(f"{path}: it is not as this version wrote it, and would be replaced; keep it under another "
-                         "name, or choose another --out.")
+        raise edited(path)
 
 
 def csv_text(rows, delimiter=","):
