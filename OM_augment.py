@@ -97,7 +97,7 @@ WORKER = {}  # set in each process by `prepare_worker`: job, cfg, net, device, t
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Write deformed copies of images with their labels and fields.")
-    parser.add_argument("--image", help="one volume, NIfTI or another format that is read")
+    parser.add_argument("--image", help="one volume, in any format that OmniMorph reads")
     parser.add_argument("--label", help="its label image")
     parser.add_argument("--data", help="or many volumes: a folder with dataset.json, a .json or .csv list, or a "
                         "folder of volumes")

@@ -62,7 +62,7 @@ def parse_arguments(argv=None):
                         "(each one slightly smoothed and sampled linearly, the largest wins) or nearest, the label of "
                         "the nearest voxel (as in results.json, else smooth)")
     parser.add_argument("--fixed-points", help="landmarks of the fixed volume: a table (x,y,z in mm, RAS), .fcsv, "
-                        ".mrk.json or .vtk")
+                        ".mrk.json, .json or .vtk")
     parser.add_argument("--moving-points", help="the same landmarks in the moving volume")
     parser.add_argument("--dims", type=int, choices=(2, 3), help="number of axes of the volumes (as in results.json, "
                         "else 3)")

@@ -18,16 +18,16 @@ USAGE = """usage: omnimorph TASK [options]
   augment    deformed copies of images with their labels and fields
   train      train a network in three modes
   export     write a trained network to a folder, ready for a model hub
-  prepare    bring a data set onto the training grid, once before the training
+  prepare    resample a data set onto the training grid, once before training
   evaluate   score registrations
-  segment    label volumes by a few labelled ones
+  segment    label volumes with the help of a few labelled ones
   template   make the template of a group
-  jacobian   map where subjects differ from a template, or later scans from earlier ones
+  jacobian   map the change of volume from a template to its subjects, or between scans
   qc         show all results of a study on one page
   motion     align the frames of a 4D series
-  plan       write a config for a training on your volumes and this machine
+  plan       write a config for training on your volumes and this machine
 
-omnimorph TASK --help explains the options of each, and omnimorph --version tells the version."""
+omnimorph TASK --help explains the options of a task, omnimorph --version prints the version."""
 
 
 def main():

@@ -1,7 +1,7 @@
-# A folder of our own in /tmp, whose names anybody can guess; read by the sites' .env files.
+# A private folder in /tmp, where anybody may guess and take its name; read by the sites' .env files.
 #
-# own_folder PATH     prints PATH, made and readable by nobody else; if it belongs to another user, a new folder
-#                     beside it, because we would run what lies in theirs
+# own_folder PATH     makes PATH, readable by nobody else, and prints it; if it belongs to another user, a new folder
+#                     beside it, because we would run the code in theirs
 own_folder() {
     mkdir -m 700 "$1" 2> /dev/null
     if [[ -d $1 && ! -L $1 && -O $1 ]] && chmod 700 "$1"; then
