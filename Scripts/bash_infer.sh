@@ -9,7 +9,7 @@
 #
 # Run what comes before and after the training as a job: one process, on one device if the task can use it.
 #
-#   sbatch Scripts/bash_infer.sh register --pairs pairs.json --model Models/all_om_net --refine --out Results/run
+#   sbatch Scripts/bash_infer.sh register --pairs pairs.json --model Models/all_om_net --out Results/run
 #   sbatch Scripts/bash_infer.sh augment --data Data/all --model Models/all_om_net --out Results/augmented
 #   sbatch --gres=none Scripts/bash_infer.sh prepare --config Config/config_om.yaml --set data.root=/data/brains
 #   sbatch --gres=none Scripts/bash_infer.sh evaluate --pairs scored.json --out Results/scores
