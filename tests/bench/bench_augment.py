@@ -224,7 +224,8 @@ def pool_of(method, volume, unlabelled, model, args, cfg):
     if method == "none":
         return itself
     drawn = () if method in CARRIED else (args.start, args.stride)
-    settings = json.dumps([args.draws, *drawn, cfg, weights_of(method, args), our_commit()], sort_keys=True)
+    settings = json.dumps([str(args.data), args.draws, *drawn, cfg, weights_of(method, args), our_commit()],
+                          sort_keys=True)
     path = args.out / "copies" / method / f"{volume[0]}.npz"
     found = kept(path, settings, args.resume)
     if found is None:
@@ -336,7 +337,8 @@ def score(net, held_out):
 def brought_labels(method, volume, tests, model, args, cfg):
     """The labels that a volume brings to each test volume, on the network's grid: (tests, *size) uint8."""
     path = args.out / "brought" / method / f"{volume[0]}.npz"
-    settings = json.dumps([args.test_ids, args.test_volumes, cfg, weights_of(method, args)], sort_keys=True)
+    settings = json.dumps([str(args.data), args.test_ids, args.test_volumes, cfg, weights_of(method, args),
+                           our_commit()], sort_keys=True)
     found = kept(path, settings, args.resume)
     if found is None:
         labels = [on_grid(test[1], label, test[3], (0.0, 1.0), cfg)[1][0].numpy()
@@ -386,8 +388,8 @@ def methods_of(args):
 def run_method(method, volumes, tests, held_out, model, args, cfg):
     """{"shots": {"subset": [Dice of each seed]}}, written after each training."""
     path = args.out / f"{method}.json"
-    settings = [args.steps, args.draws, args.share, args.no_common, args.test_ids, args.test_volumes, args.start,
-                args.stride, cfg, weights_of(method, args)]
+    settings = [str(args.data), args.steps, args.draws, args.share, args.no_common, args.test_ids, args.test_volumes,
+                args.start, args.stride, cfg, weights_of(method, args), our_commit()]
     scores = kept_json(path, settings, args.resume).get("scores", {})
     seeds = 1 if method in BROUGHT else args.seeds
     work = [(shots, number, seed) for shots in args.shots for number in range(args.subsets) for seed in range(seeds)]

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import ROOT, in_one_sentence, kept_json
+from common import ROOT, in_one_sentence, kept_json, our_commit
 from peers import begin, clocks, peer, peers_python, spent, start_peer, write_json
 from scipy.stats import wilcoxon
 from tqdm import tqdm
@@ -167,7 +167,7 @@ def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True, **more
 def without_network(threads, steps, cfg, **more):
     """Affine stage and refinement without a network: generator, and what has to be the same to resume it."""
     return (lambda pairs: ours(pairs, None, True, steps, cfg, **more),
-            {"refine": steps, "config": cfg, "threads": threads, **more})
+            {"refine": steps, "config": cfg, "threads": threads, "commit": our_commit(), **more})
 
 
 def by_peer(kind, options, folder, python, threads, **more):
@@ -425,7 +425,7 @@ def method_of(name, args, models, python):
         if name == "net" and not any(word.startswith("registration.rounds=") for word in args.overrides):
             cfg = {**cfg, "registration.rounds": NET_ROUNDS}
         options = {"affine": args.affine or name == "universal", "refine": getattr(args, steps) if steps else 0}
-        settings = {**options, "weights": sha256(path), "config": cfg, "threads": args.threads}
+        settings = {**options, "weights": sha256(path), "config": cfg, "threads": args.threads, "commit": our_commit()}
         return lambda pairs: ours(pairs, (net, cfg), **options), settings
     kind, options = PEERS[name]
     if name == "voxelmorph":

@@ -78,8 +78,7 @@ def registered(name, atlas, image, out):
         label, affine = read(atlas.parent.parent / kind / atlas.name, 0)
         held[f"map {kind}"] = apply_label(label, affine, found.field, found.fixed.affine)
         held[f"truth {kind}"] = read(image.parent.parent / kind / image.name, 0)[0]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, **held)
+    write_file(path, lambda file: np.savez_compressed(file, **held))
     return held
 
 
@@ -99,7 +98,7 @@ def joint_label_fusion(peers, folder, image, warped, maps):
 
 def scored(name, atlases, image, out, peers):
     """{kind of labels: {method: Dice}} of one image, and "seconds" of the fusions; from its file if it has one."""
-    settings = [[atlas.name for atlas in atlases], bool(peers), our_commit()]
+    settings = [[atlas.name for atlas in atlases], bool(peers), our_commit("Study/fusion.py")]
     path = out / our_commit() / name / f"{image.name[:-7]}.json"
     if found := kept_json(path, settings, True):
         return found

@@ -39,7 +39,7 @@ from bench_registration import (
     without_network,
     write_json,
 )
-from common import in_one_sentence
+from common import in_one_sentence, our_commit
 from peers import begin, peers_python
 
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
@@ -124,7 +124,8 @@ def with_and_without(args, model, cfg, steps, refine, **more):
     """
     path, (net, own) = model
     loaded = net, {**own, "refine.weight": cfg["refine.weight"]}
-    by_net = {"threads": args.threads, **more, "weights": sha256(path), "config": loaded[1], "affine": True}
+    by_net = {"threads": args.threads, **more, "weights": sha256(path), "config": loaded[1], "affine": True,
+              "commit": our_commit()}
     return {"identity": (identity, {}),
             "none": without_network(args.threads, steps, cfg, **more),
             "net": (lambda pairs: ours(pairs, loaded, True, 0, **more), by_net),

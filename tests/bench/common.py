@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,9 +19,12 @@ def git(*words):
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def our_commit():
-    """The last commit that changed what registers and draws copies, so that no resumed run mixes two."""
-    return git("log", "-1", "--format=%h", "--", "Config", "Dataloader", "Diffusion", "Inference", "omnimorph")
+def our_commit(*more):
+    """The last commit that changed what registers and draws copies, so that no resumed run mixes two. What is changed
+    and not committed adds a number. more: further paths whose code counts."""
+    paths = ("Config", "Dataloader", "Diffusion", "Inference", "Runtime/keyed_random.py", "omnimorph", *more)
+    changed = git("diff", "HEAD", "--", *paths)
+    return git("log", "-1", "--format=%h", "--", *paths) + (f"+{zlib.crc32(changed.encode()):08x}" if changed else "")
 
 
 def in_one_sentence(main):

@@ -1,0 +1,83 @@
+"""What a resumed benchmark takes from an earlier run: nothing that other code or other data has made."""
+import subprocess
+import types
+
+import bench_augment
+import bench_registration
+import bench_segment
+import common
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository with one commit; returns a function that commits a file."""
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+
+    def commit(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        for words in (["init", "--quiet"], ["add", "."], [*who, "commit", "--quiet", "--no-verify", "-m", name]):
+            subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    commit("Diffusion/fields.py", "1")
+    return commit
+
+
+def test_what_is_edited_counts_before_it_is_committed(repository, tmp_path):
+    before = common.our_commit()
+    (tmp_path / "Diffusion/fields.py").write_text("2")
+    edited = common.our_commit()
+    (tmp_path / "Diffusion/fields.py").write_text("3")
+    assert before and len({before, edited, common.our_commit()}) == 3
+    (tmp_path / "Diffusion/fields.py").write_text("1")
+    assert common.our_commit() == before
+
+
+def test_the_generator_of_draws_counts_and_the_fusion_of_labels_for_those_that_fuse(repository):
+    before, fused = common.our_commit(), common.our_commit("Study/fusion.py")
+    repository("Study/fusion.py", "1")
+    assert common.our_commit() == before and common.our_commit("Study/fusion.py") != fused
+    repository("Runtime/keyed_random.py", "1")
+    assert common.our_commit() != before
+
+
+def test_pairs_of_two_commits_are_not_mixed(monkeypatch):
+    found = []
+    for commit in ("a", "b"):
+        monkeypatch.setattr(bench_registration, "our_commit", lambda commit=commit: commit)
+        found.append(bench_registration.without_network(1, 10, {})[1])
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("changed", ["commit", "data"])
+def test_labels_brought_by_other_code_or_from_other_data_are_brought_anew(tmp_path, monkeypatch, changed):
+    brought, label = [], torch.ones(1, 4, 4, 4)
+    monkeypatch.setattr(bench_augment, "bring", lambda *args: brought.append(1) or [(None, None)])
+    monkeypatch.setattr(bench_augment, "on_grid", lambda *args: (None, label))
+    for number in (0, 1, 1):
+        monkeypatch.setattr(bench_augment, "our_commit", lambda number=number: number if changed == "commit" else 0)
+        args = types.SimpleNamespace(out=tmp_path, resume=True, test_ids="1", test_volumes=0,
+                                     data=f"data{number if changed == 'data' else 0}")
+        bench_augment.brought_labels("registration", ("v",), [("t", None, None, None)], None, args, {})
+    assert len(brought) == 2
+
+
+def test_a_registration_that_was_killed_while_it_was_kept_is_done_anew(tmp_path, monkeypatch):
+    def killed(file, **held):
+        write = file.write if hasattr(file, "write") else file.write_bytes
+        write(b"half of it")
+        raise KeyboardInterrupt
+
+    grid = types.SimpleNamespace(array=np.zeros((4, 4, 4)), affine=np.eye(4))
+    found = types.SimpleNamespace(fixed=grid, warped=grid.array, field=np.zeros((3, 4, 4, 4), np.float32))
+    monkeypatch.setattr(bench_segment.omnimorph, "register", lambda *args, **more: found)
+    for name in ("read_volume", "read_label"):
+        monkeypatch.setattr(bench_segment, name, lambda path: (np.ones((4, 4, 4), np.uint8), np.eye(4)))
+    words = ["hippocampus", tmp_path / "imagesTr/a.nii.gz", tmp_path / "imagesTr/b.nii.gz", tmp_path]
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(bench_segment.np, "savez_compressed", killed)
+        bench_segment.registered(*words)
+    assert bench_segment.registered(*words).keys() == bench_segment.registered(*words).keys()
