@@ -145,3 +145,16 @@ def test_grids_that_differ_begin_with_their_middles_together(mice, tmp_path):
     moved = tmp_path / "moved.nii.gz"
     write_volume(moved, label[:, :-4], np.diag([0.5, 0.5, 0.5, 1]))
     assert np.allclose(bench.centres({**pair, "moving_label": str(moved)})[:3, 3], [0, -1, 0])
+
+
+def test_another_data_folder_gives_other_volumes(mice, tmp_path):
+    words = ["mouse", "test", mice, tmp_path / "out", 1]
+    first = bench.prepare(*words)[0]
+    other = shutil.copytree(mice, tmp_path / "other")
+    image = other / "mouse/imagesTr" / f"{first['volumes'][0]}.nii.gz"
+    array, affine = bench.read_volume(image)
+    write_volume(image, array[::-1], affine)
+    bench.COPIED.clear()  # as in a process of its own
+    before = bench.read_volume(first["fixed"])[0]
+    after = bench.read_volume(bench.prepare("mouse", "test", other, tmp_path / "out", 1)[0]["fixed"])[0]
+    assert np.array_equal(after, before[::-1]) and not np.array_equal(after, before)

@@ -93,3 +93,16 @@ def test_likeness_ignores_brightness_and_what_all_embeddings_share():
     assert np.diag(retrieval.likeness("correlation", 3 * rows + 7, rows)) == pytest.approx(np.ones(4), abs=1e-5)
     shared = retrieval.likeness("embeddings", rows + 100, rows + 100)
     assert shared == pytest.approx(retrieval.likeness("embeddings", rows, rows), abs=1e-3)
+
+
+@pytest.mark.parametrize("method", ["moved", "towards"])
+def test_copies_do_not_depend_on_the_seed_in_which_they_are_drawn_first(monkeypatch, method):
+    volumes, asked = [(f"v{number:02d}", number, None, None) for number in range(12)], []
+    cfg = {"data.percentiles": [0, 100]}
+    monkeypatch.setattr(few, "brought_copies", lambda volume, others, args, cfg: asked.append(others) or {"moved": []})
+    monkeypatch.setattr(few, "augment", lambda *args, target, **more: asked.append(target) or (None, None, None))
+    monkeypatch.setattr(few, "on_grid", lambda *args: None)
+    monkeypatch.setattr(few, "intensity_range", lambda *args: (0, 1))
+    for order in few.orders_of(volumes, 2):
+        few.drawn_copies(method, volumes[0], 3, (None, {}), cfg, order)
+    assert asked[:len(asked) // 2] == asked[len(asked) // 2:]

@@ -61,6 +61,7 @@ HERE, SEED = Path(__file__).resolve().parent, 46
 PAIRS, HIPPOCAMPUS_PAIRS, SCORED = (HERE / f"{name}" for name in ("default_pairs.json", "hippocampus_pairs.json",
                                                                   "default_scored.jsonl"))
 DRAWS, FEWEST = 10_000, 8  # of the bootstrap; volumes below which it says nothing
+COPIED = set()  # files that this process has written: those of an earlier run may be of other data
 
 # labels: score: folder of the label maps. subject: what of a volume's name is the unit of the bootstrap.
 SETS = {
@@ -243,8 +244,9 @@ def copied(path, array, affine, step):
     if step > 1:
         array = ndimage.gaussian_filter(array, 0.4 * step) if array.dtype == np.float32 else array
         array, affine = array[::step, ::step, ::step], affine @ np.diag([step, step, step, 1])
-    if not path.exists():
+    if path not in COPIED:
         write_volume(path, np.ascontiguousarray(array), affine)
+        COPIED.add(path)
     return str(path)
 
 

@@ -264,8 +264,10 @@ def counts_of(orders, counts):
 
 
 def drawn_copies(method, volume, count, model, cfg, others):
-    """Copies of one volume on the grid: list of (image, label). others: the unlabelled volumes, in some order."""
+    """Copies of one volume on the grid: list of (image, label). others: the unlabelled volumes, in any order: the
+    copies are kept, and must not depend on the seed in which they are drawn first."""
     identity, image, label, affine = volume
+    others = sorted(others, key=lambda other: other[0])
     if method == "moved":
         return brought_copies(volume, others, argparse.Namespace(draws=count), cfg)["moved"]
     others = [other for other in others if other[0] != identity]
