@@ -30,10 +30,12 @@ choose_site() {  # set CLUSTER
 }
 
 load_settings() {  # read the site's file and export all its variables; NODE_COUNT chooses between its profiles
-    set -a
+    local flags=$-
+    set +u -a  # the file, and modules that it loads, may ask for variables that are not set, such as LD_LIBRARY_PATH
     # shellcheck source=/dev/null
     source "Config/cluster/$CLUSTER.env"
     set +a
+    [[ $flags == *u* ]] && set -u
     ulimit -c 0  # no core files in the repository
     ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
     choose_python "$PWD"

@@ -132,6 +132,18 @@ def test_modules_are_loaded_in_their_order_and_by_the_launcher_only(tmp_path):
     assert calls.read_text().count("external") == 1
 
 
+def test_a_sites_file_may_ask_for_a_variable_that_is_not_set(tmp_path):
+    """As those that extend LD_LIBRARY_PATH do, and modules. Afterwards the caller is as strict as before."""
+    (tmp_path / "Config/cluster").mkdir(parents=True)
+    (tmp_path / "Config/cluster/mine.env").write_text("LD_LIBRARY_PATH=/opt/site/lib:$LD_LIBRARY_PATH\n")
+    code = f'source "{ROOT}/Scripts/settings.sh"; load_settings; printenv LD_LIBRARY_PATH; echo "$-"'
+    environment = {"PATH": os.environ["PATH"], "CLUSTER": "mine"}
+    for flags in ("", "set -u; "):
+        done = launching.run(["bash", "-c", flags + code], cwd=tmp_path, env=environment)
+        path, left = done.stdout.split()
+        assert path == "/opt/site/lib:" and ("u" in left) == bool(flags) and "a" not in left, done.stderr
+
+
 @pytest.mark.slow
 def test_the_launcher_prints_the_settings_and_the_run_keeps_them(tmp_path):
     make_data(tmp_path)
