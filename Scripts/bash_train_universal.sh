@@ -30,7 +30,8 @@ stop() { echo "error: $1" >&2; exit 43; }
 
 folder=$root/Models/universal
 into=$root/Inference/universal.safetensors
-count=200 size=80 seed=0 workers=$(nproc) first_epochs=2 second_epochs=6 only_print="" options=()
+count=200 size=80 seed=0 first_epochs=2 second_epochs=6 only_print="" options=()
+workers=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)  # a Mac has no nproc, no realpath -m and no stat -c
 while (($#)); do
     case $1 in
         --help) sed -n '2,/^set -u/{/^set -u/!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
@@ -45,7 +46,8 @@ while (($#)); do
     esac
     shift
 done
-folder=$(realpath -m "$folder") into=$(realpath -m "$into")
+[[ $folder == /* ]] || folder=$PWD/$folder
+[[ $into == /* ]] || into=$PWD/$into
 for number in "$count" "$size" "$workers" "$first_epochs" "$second_epochs"; do
     [[ $number =~ ^[1-9][0-9]*$ ]] || stop "$number: counts, sizes, workers and epochs are whole numbers of at least 1."
 done
@@ -117,7 +119,7 @@ run "${INTERPRETER[@]}" "$root/OM_export.py" --model "$folder/second/universal_o
     --out "$folder/export" --licence Apache-2.0
 made=$folder/export/model.safetensors
 if [[ -z $only_print ]]; then
-    bytes=$(stat -c %s "$made")
+    bytes=$(wc -c < "$made")
     ((bytes <= 20000000)) || stop "$made has $bytes bytes, and a file of the repository has at most 20 MB."
 fi
 run mkdir -p "$(dirname "$into")"

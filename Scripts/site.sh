@@ -35,6 +35,7 @@ forget_other_jobs
 choose_site
 load_settings
 cd "$here" || exit 43
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-$(nproc)}}
+# A Mac has no nproc.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)}}
 [[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-60}  # bars in a job's log: a line a minute
 unset RANK LOCAL_RANK WORLD_SIZE

@@ -2,6 +2,8 @@
 import json
 import os
 import resource
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,19 @@ def test_no_script_works_in_another_clone_because_of_a_users_cdpath(tmp_path, sc
     done = launching.run(["bash", script.relative_to(ROOT.parent), *words], cwd=ROOT.parent, env=environment)
     told = (tmp_path / "told").read_text()
     assert done.returncode == 43 and str(ROOT) in told and "clones" not in told and "hidden" not in told, done.stderr
+
+
+def test_the_script_knows_folders_and_cores_where_the_tools_are_those_of_a_mac(tmp_path):
+    for name in ("nproc", "realpath", "stat"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{name}: illegal option' >&2\nexit 127\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    command = ["bash", ROOT / "Scripts/bash_train_universal.sh", "--folder", "a net", "--into", "net.safetensors"]
+    done = launching.run([*command, "--print"], cwd=tmp_path, env=environment)
+    printed = [shlex.split(line)[1:] for line in done.stdout.splitlines()]
+    assert printed[0][printed[0].index("--out") + 1] == f"{tmp_path}/a net/anatomies" and int(printed[0][-1]) >= 1
+    assert ["rm", "-rf", f"{tmp_path}/a net/export"] in printed and not done.stderr
+    assert printed[-2][-1] == f"{tmp_path}/net.safetensors"
 
 
 @pytest.mark.parametrize("ranks, said", [("", "torch cannot count the devices"), ("0", "RANKS=0: give the number"),
