@@ -156,6 +156,14 @@ def test_the_site_is_built_and_refuses_dead_links(addition, expected, tmp_path):
 # make, scripts
 # ---------------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_can_be_pasted_into_zsh(page):
+    """The shell of a Mac takes an unquoted [4,8] for the characters of a file's name, finds none and runs nothing."""
+    text = page.read_text()
+    commands = re.findall(r"^ *```bash$(.*?)^ *```$", text, re.M | re.S) + re.findall(r"`([^`\n]*)`", prose(page))
+    assert not [word for command in commands for word in command.split() if re.match(r"[a-z]+\.\w+=\[", word)]
+
+
 def test_make_help_lists_every_target():
     printed = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
