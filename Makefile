@@ -17,7 +17,7 @@ SLOW_PROCESSES ?= 2
 .PHONY: help venv demo test test-all test-slurm faults bench bench-registration docs lint clean
 
 help:            ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: .venv/.ready   ## the virtual environment .venv with everything pinned
 
