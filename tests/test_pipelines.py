@@ -16,9 +16,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def data(tmp_path):
+    folder = tmp_path / "the data"
     for seed in range(4):
-        write_volume(tmp_path / f"data/s{seed}.nii.gz", make_subject(seed, 12)["image"], np.eye(4))
-    return tmp_path / "data"
+        write_volume(folder / f"s{seed}.nii.gz", make_subject(seed, 12)["image"], np.eye(4))
+    return folder
 
 
 def test_an_interface_of_nipype_registers_and_names_its_files(data, tmp_path, monkeypatch):
@@ -38,10 +39,10 @@ def test_an_interface_of_nipype_registers_and_names_its_files(data, tmp_path, mo
 def test_a_workflow_of_snakemake_registers_parts_and_joins_them(data, tmp_path):
     pytest.importorskip("snakemake")
     command = [sys.executable, "-m", "snakemake", "--snakefile", ROOT / "docs/examples/Snakefile", "--cores", "2",
-               "--directory", tmp_path, "--config", f"fixed={data}/s0.nii.gz", f"moving={data}", f"out={tmp_path}/out",
-               "parts=2", "options=--affine none --refine 1 --device cpu",
+               "--directory", tmp_path, "--config", f"fixed={data}/s0.nii.gz", f"moving={data}",
+               f"out={tmp_path}/its results", "parts=2", "options=--affine none --refine 1 --device cpu",
                f"program={sys.executable} {ROOT}/OM_register.py"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "keeping 3 of 3 pairs" in done.stderr
-    assert len(json.loads((tmp_path / "out/results.json").read_text())["pairs"]) == 3
+    assert len(json.loads((tmp_path / "its results/results.json").read_text())["pairs"]) == 3
