@@ -64,6 +64,7 @@ export NODE_COUNT=1
 source Scripts/settings.sh
 forget_other_jobs
 choose_site
+unset RANK LOCAL_RANK WORLD_SIZE  # of somebody else: with RANK a site's file loads no modules
 load_settings
 ladder=("${INTERPRETER[@]}" Scripts/smoke/ladder.py "${options[@]}")
 host=$("${ladder[@]}" --host) || exit 43
@@ -146,9 +147,9 @@ run_srun() {  # 04 on all nodes of this allocation
     if ! getent hosts "$address" > /dev/null; then  # Slurm knows where its nodes are
         address=$(scontrol show node -o "$first" | grep -oE 'NodeAddr=[^ ]+' | cut -d= -f2)
     fi
-    unset RANK LOCAL_RANK WORLD_SIZE  # ranks are Slurm's
     unset SLURM_LABELIO SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_GPUS  # see bash_train_multi_nodes.sh
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+    [[ -n ${SLURM_CPUS_PER_TASK:-} ]] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # all that 22.05 reads
     if ! host=$(timeout --kill-after=10 120 srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" \
         "${ladder[@]}" --host 2> "$folder/04.srun.log" < /dev/null); then
         reason="srun cannot run a task on $first: $(tail -n 1 "$folder/04.srun.log")"

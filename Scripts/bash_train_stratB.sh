@@ -37,12 +37,14 @@ source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: su
 count_ranks
 folder=$(realpath -m "${STRATB:-Logs/stratB}")
 
-[[ -f $folder/data/dataset.json ]] || "${INTERPRETER[@]}" -m Dataloader.synthetic --out "$folder/data" --count 4 \
-    --size "${SIDE:-128}" || exit 43
+side=${SIDE:-128}
+data=$folder/data$side
+[[ -f $data/dataset.json ]] || "${INTERPRETER[@]}" -m Dataloader.synthetic --out "$data" --count 4 --size "$side" \
+    || exit 43
 # So many repeats that no epoch ends: nothing is validated and nothing written.
 training=("${INTERPRETER[@]}" OM_train_3modes.py --config Config/config_om.yaml "${SITE_OPTIONS[@]}"
     --fresh --max-seconds-before-restart "${SECONDS_LONG:-7200}"
-    --set data.root="$folder/data" --set data.cache= --set data.train_ids=0-3 --set data.val_ids=
+    --set data.root="$data" --set data.cache= --set data.train_ids=0-3 --set data.val_ids=
     --set data.expect_samples=0 --set data.pairs=0 --set data.in_memory=true --set data.repeats=100000
     --set registration.gate=2 --set run.checkpoint_steps=0 --set run.checkpoint_minutes=0
     --set run.models="$folder/Models" --set run.logs="$folder" "$@")

@@ -33,9 +33,9 @@ export NODE_COUNT=1
 SITE_OPTIONS=()
 forget_other_jobs
 choose_site
+unset RANK LOCAL_RANK WORLD_SIZE  # of somebody else: with RANK a site's file loads no modules
 load_settings
 cd "$here" || exit 43
 # A Mac has no nproc.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)}}
 [[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-60}  # bars in a job's log: a line a minute
-unset RANK LOCAL_RANK WORLD_SIZE

@@ -91,6 +91,22 @@ def test_options_of_the_site_reach_the_scripts_too(tmp_path):
     assert done.returncode == 43 and "steps of rank 0" not in done.stdout
 
 
+def test_the_leak_test_takes_volumes_of_the_size_that_it_is_given(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/bash
+[[ $1 == -c ]] && echo 1
+[[ $* == *Dataloader.synthetic* ]] && mkdir -p "$4" && touch "$4/dataset.json" && echo "${{@: -1}}" >> {tmp_path}/made
+[[ $* == *OM_train_3modes.py* ]] && grep -o "data.root=[^ ]*" <<< "$*" >> {tmp_path}/read
+exit 0
+""")
+    python.chmod(0o755)
+    for side in ("16", "24", "24"):
+        environment = launcher_environment(1, PYTHON=str(python), STRATB=str(tmp_path / "out"), SIDE=side)
+        launching.run(["bash", ROOT / "Scripts/bash_train_stratB.sh"], env=environment, timeout=60)
+    read = (tmp_path / "read").read_text().split()
+    assert (tmp_path / "made").read_text().split() == ["16", "24"] and read[0] != read[1] == read[2]
+
+
 @pytest.mark.parametrize("script", [ROOT / "bash_train_multi_nodes.sh", *sorted((ROOT / "Scripts").glob("bash_*.sh"))],
                          ids=lambda script: script.name)
 def test_no_script_works_in_another_clone_because_of_a_users_cdpath(tmp_path, script):
@@ -145,6 +161,15 @@ def test_modules_are_loaded_in_their_order_and_by_the_launcher_only(tmp_path):
     assert calls.read_text().split() == "load external load cuda anaconda".split()
     settings("gilbreth", 2, "", RANK="3", **modules)
     assert calls.read_text().count("external") == 1
+
+
+@pytest.mark.parametrize("script", ["bash_infer.sh", "bash_smoke.sh"])
+def test_modules_are_loaded_by_a_script_that_is_started_where_a_rank_was(tmp_path, script):
+    calls = tmp_path / "calls"
+    modules = {"BASH_FUNC_module%%": f'() {{ echo "$@" >> {calls}; }}'}
+    launching.run(["bash", ROOT / "Scripts" / script, *(["prepare"] if "infer" in script else [])], timeout=60,
+                  env={**launcher_environment(1, CLUSTER="gilbreth", PYTHON="false", **modules), "RANK": "0"})
+    assert calls.read_text().split() == "load external load cuda anaconda".split()
 
 
 def test_a_sites_file_may_ask_for_a_variable_that_is_not_set(tmp_path):

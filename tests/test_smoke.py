@@ -129,11 +129,14 @@ def test_srun_gets_neither_all_devices_of_the_job_nor_what_a_user_has_set_for_it
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     given = {"SLURM_GPUS": "4", "SLURM_LABELIO": "1", "SLURM_CPU_BIND": "quiet", "SLURM_CPU_BIND_TYPE": "none"}
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]",
+           "SLURM_CPUS_PER_TASK": "12"}
     printed, code = climb(tmp_path, "--only", "04", python=tmp_path / "python", where=(), **job, **given,
                           PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert code == 1 and "FAILED 04 srun cannot run a task on n1: no task" in printed
-    told = {line.partition("=")[0] for line in (tmp_path / "told").read_text().splitlines()}
+    lines = (tmp_path / "told").read_text().splitlines()
+    told = {line.partition("=")[0] for line in lines}
+    assert "SRUN_CPUS_PER_TASK=12" in lines, "srun of Slurm 22.05 and newer gives a task one core without it"
     assert set(job) <= told and not told & set(given)
 
 
