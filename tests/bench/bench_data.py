@@ -3,9 +3,10 @@
     python tests/bench/bench_data.py [--volumes 256] [--steps 60]
 
 cache_vs_nibabel, cache_vs_monai: samples/s of 128^3 volumes as float32 tensors in [0, 1], in batches of 2. The
-training's own loader reads the prepared cache; it is compared with nibabel reading the .nii.gz files (decompressed and
-scaled to [0, 1], nothing resampled) and with MONAI's PersistentDataset in a DataLoader, each with its best number of
-workers. Each method has its own process; they take turns, with all files in the page cache; figures are medians.
+training's own loader reads the prepared cache; it is compared with nibabel reading the .nii.gz files in one process
+(decompressed and scaled to [0, 1], nothing resampled) and with MONAI's PersistentDataset in a DataLoader. Cache and
+MONAI have their best number of workers, nibabel has none: in as many processes as there are cores it is that much
+faster. Each method has its own process; they take turns, with all files in the page cache; figures are medians.
 pss_growth: memory of 8 loader workers against 1, as proportional set sizes (pages shared by processes count once),
 minus that of the same workers before they read anything; each worker reads every volume.
 data_wait_share: share of phase "data" in the steps of the hippocampus config, after the first ten. The phase ends when

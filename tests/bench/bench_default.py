@@ -21,8 +21,8 @@ The protocol, written before the first score:
    is averaged over the labels that both volumes have. Points give the mean distance in mm (TRE). Folding is that of the
    whole transform on the fixed grid. Times are wall-clock and CPU seconds from images in memory to the transform, in
    one thread; ours include the warped image and the scores of the result.
-5. Test pairs are scored once for each method. Every run that scores test pairs adds a line with its date and commit to
-   default_scored.jsonl, which is committed.
+5. Test pairs are scored once for each method. Every run that registers test pairs adds a line with its date and commit
+   to default_scored.jsonl, which is committed; --rescore, which scores the same fields again, adds none.
 6. Intervals and p values come from a bootstrap over volumes, not pairs: volumes are drawn with replacement, and the
    weight of a pair is the product of the counts of its two volumes. With fewer than FEWEST volumes (for the liver,
    prostate and heart: persons) there is no interval. The p values of the comparisons within a set are corrected by
