@@ -3,6 +3,7 @@ import subprocess
 import types
 
 import bench_augment
+import bench_modes
 import bench_registration
 import bench_segment
 import common
@@ -81,3 +82,23 @@ def test_a_registration_that_was_killed_while_it_was_kept_is_done_anew(tmp_path,
         patched.setattr(bench_segment.np, "savez_compressed", killed)
         bench_segment.registered(*words)
     assert bench_segment.registered(*words).keys() == bench_segment.registered(*words).keys()
+
+
+@pytest.mark.parametrize("key, value", [("threads", 2), ("overrides", ["optim.lr=1"]), ("data", "elsewhere"),
+                                        ("commit", "b")])
+def test_a_training_with_other_threads_data_keys_or_code_is_another_run(tmp_path, monkeypatch, key, value):
+    made = []
+
+    def run(command, **more):
+        made.append(next(word for word in command if str(word).startswith("data.name=")).partition("=")[2])
+        (tmp_path / f"Models/{made[-1]}_om_net").mkdir(parents=True, exist_ok=True)
+        return types.SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(bench_modes.subprocess, "run", run)
+    monkeypatch.setattr(bench_modes, "subjects", lambda *args: [1, 2])
+    given = {"threads": 1, "overrides": [], "data": "here", "commit": "a"}
+    for changed in ({}, {}, {key: value}):
+        args = types.SimpleNamespace(out=tmp_path, resume=True, **{**given, **changed})
+        monkeypatch.setattr(bench_modes, "our_commit", lambda *more, args=args: args.commit)
+        bench_modes.train("3", 2, 10, args)
+    assert made[0] == made[1] != made[2]

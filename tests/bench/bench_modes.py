@@ -19,10 +19,11 @@ import argparse
 import json
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 from bench_registration import DATA, ROOT, TRAINING, set_words, subjects, write_json
-from common import in_one_sentence, kept_json
+from common import in_one_sentence, kept_json, our_commit
 
 from Inference.load_model import find_checkpoint
 from OM_train_3modes import MODES
@@ -55,6 +56,11 @@ def parse_arguments(argv=None):
     return parser.parse_args(argv)
 
 
+def made_by(args):
+    """What has to be the same for --resume to take a training, beside its modes, volumes and steps."""
+    return [str(args.data), args.threads, args.overrides, our_commit("OM_train_3modes.py", "Runtime")]
+
+
 def train(modes, volumes, steps, args):
     """Train with some modes on the first volumes: the folder of the run and its last validation.
 
@@ -64,7 +70,7 @@ def train(modes, volumes, steps, args):
     ids = sorted(subjects(args.data, TRAINING))
     if volumes > len(ids):
         raise InputError(f"--volumes {volumes}: {args.data} has {len(ids)} of ids {TRAINING[0]}-{TRAINING[-1]}.")
-    name = f"modes_{modes}_{volumes}_{steps}"
+    name = f"modes_{modes}_{volumes}_{steps}_{zlib.crc32(json.dumps(made_by(args)).encode()):08x}"
     keys = {"data.root": args.data, "data.cache": "", "data.name": name, "data.expect_samples": 0, "run.val_every": 1,
             "data.train_ids": ",".join(map(str, ids[:volumes])), "data.repeats": max(round(steps / volumes), 1),
             "run.epochs": 1, "run.threads": args.threads, "run.picture_every": 0, "run.models": args.out / "Models",
@@ -109,7 +115,7 @@ def row(modes, volumes, equal, args, made):
 
 def kept_or_new(name, modes, volumes, equal, args, made):
     """The columns of a row that --resume finds, or of a new training."""
-    path, settings, steps = args.out / f"{name}.json", [args.steps, args.subsets, args.overrides], args.steps
+    path, settings, steps = args.out / f"{name}.json", [args.steps, args.subsets, *made_by(args)], args.steps
     if found := kept_json(path, settings, args.resume):
         return found["columns"]
     if equal == "time":

@@ -7,10 +7,10 @@ with --subjects test. All methods get the same files. Ours is affine stage and r
 --similarity mapped, `ours_mind` with mind, and `ours_correlation` with the similarity of one modality, to show the
 difference. The peers, in .venv-peers as in bench_registration.py: antspyx (affine stage and SyN, both by mutual
 information) and elastix (affine stage and B-splines, both by mutual information; always in one thread, as it crashes
-with two, whatever --threads says). `identity` is the start. Scores and
-times are those of bench_registration.py: the field of each method warps the labels, for `dice` by the nearest voxel and
-for `dice_smooth` smoothed; times are wall-clock and CPU seconds. Results are written immediately; --resume continues. A
-table of the remappings goes to stderr and to remappings.md. The last line is one line of JSON.
+with two, whatever --threads says). `identity` is the start. Scores and times are those of bench_registration.py: the
+field of each method warps the labels, for `dice` by the nearest voxel and for `dice_smooth` smoothed; times are
+wall-clock and CPU seconds. Results are written immediately; --resume continues. A table of the remappings goes to
+stderr and to remappings.md. The last line is one line of JSON.
 """
 import argparse
 import sys
