@@ -102,3 +102,17 @@ def test_a_training_with_other_threads_data_keys_or_code_is_another_run(tmp_path
         monkeypatch.setattr(bench_modes, "our_commit", lambda *more, args=args: args.commit)
         bench_modes.train("3", 2, 10, args)
     assert made[0] == made[1] != made[2]
+
+
+@pytest.mark.parametrize("key, value", [("threads", 2), ("data", "elsewhere"), ("commit", "b"), ("train_minutes", 9)])
+def test_a_resumed_comparison_takes_no_network_of_other_code_data_or_threads(tmp_path, monkeypatch, key, value):
+    trained = []
+    monkeypatch.setattr(bench_registration, "train_ours", lambda *words: trained.append(words) or tmp_path / "net.pth")
+    for name in ("find_checkpoint", "load_model"):
+        monkeypatch.setattr(bench_registration, name, lambda path, **more: path)
+    given = {"threads": 1, "data": "here", "commit": "a", "train_minutes": 40}
+    for number, changed in enumerate(({}, {}, {key: value}), 1):
+        args = types.SimpleNamespace(out=tmp_path, resume=True, checkpoint=None, overrides=[], **{**given, **changed})
+        monkeypatch.setattr(bench_registration, "our_commit", lambda *more, args=args: args.commit)
+        bench_registration.our_model("net", args)
+        assert len(trained) == (1, 1, 2)[number - 1]

@@ -228,7 +228,7 @@ def train_voxelmorph(minutes, data, out, python, threads):
     with tqdm(total=minutes * (1 + len(VXM_SETTINGS) / 20), desc="VoxelMorph's training", bar_format=shown) as bar:
         for line in start_peer("voxelmorph-train", job, folder, python, threads):
             if "done" in line:
-                write_json(out / "voxelmorph-training.json", line)
+                write_json(out / "voxelmorph-training.json", {**line, "from": [str(data), threads, VXM_SETTINGS]})
             else:
                 bar.set_postfix_str(f"step {line['steps']}, loss {line['loss']:.3f}", refresh=False)
                 bar.update(line["minutes"] - bar.n)
@@ -395,9 +395,10 @@ def add_shared(parser, data, name):
     parser.add_argument("--out", type=Path, default=ROOT / "Logs" / name, metavar="FOLDER")
 
 
-def made_in(note, minutes):
-    """Whether a training of that many minutes has been finished, as its note says."""
-    return note.exists() and json.loads(note.read_text())["minutes"] == minutes
+def made_in(note, minutes, made_from):
+    """Whether a training of that many minutes has been finished, as its note says. made_from: what else is the same."""
+    found = json.loads(note.read_text()) if note.exists() else {}
+    return (found.get("minutes"), found.get("from")) == (minutes, json.loads(json.dumps(made_from)))
 
 
 def our_model(name, args):
@@ -406,13 +407,14 @@ def our_model(name, args):
     Returns: its path, (net, config).
     """
     given, note = getattr(args, TRAININGS[name][2]), args.out / f"training-{name}.json"
+    made_from = [str(args.data), args.threads, our_commit("OM_train_3modes.py", "Runtime")]
     if given:
         path = find_checkpoint(given)
-    elif args.resume and made_in(note, args.train_minutes):
+    elif args.resume and made_in(note, args.train_minutes, made_from):
         path = find_checkpoint(json.loads(note.read_text())["checkpoint"])
     else:
         path = train_ours(name, args.train_minutes, args.data, args.out, args.threads)
-        write_json(note, {"minutes": args.train_minutes, "checkpoint": str(path)})
+        write_json(note, {"minutes": args.train_minutes, "checkpoint": str(path), "from": made_from})
     return path, load_model(path, overrides=args.overrides)
 
 
@@ -434,7 +436,8 @@ def method_of(name, args, models, python):
     if name == "voxelmorph":
         weights = Path(args.vxm_weights or args.out / "voxelmorph.pt")
         note = args.out / "voxelmorph-training.json"
-        if not args.vxm_weights and not (args.resume and made_in(note, args.vxm_minutes)):
+        made_from = [str(args.data), args.threads, VXM_SETTINGS]
+        if not args.vxm_weights and not (args.resume and made_in(note, args.vxm_minutes, made_from)):
             train_voxelmorph(args.vxm_minutes, args.data, args.out, python, args.threads)
         if not weights.is_file():
             raise InputError(f"--vxm-weights {weights}: no such file; leave it out to have them trained.")
