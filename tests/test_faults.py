@@ -1,13 +1,15 @@
 """Four faults in one real launch; `make faults` runs each by itself, and random kills."""
+import errno
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests import launching, warm
 from tests.faults.common import SCALED, ends, final_weights, new_folder, rank_pid, steps_done, until
-from tests.faults.run_matrix import matrix
+from tests.faults.run_matrix import kernel_takes_memory, matrix
 from tests.tiny import QUICK, ROOT, arguments, launcher_environment
 
 SETTINGS = {**{key.replace(".", "__"): value for key, value in SCALED.items()}, **QUICK, "run__epochs": 2}
@@ -42,3 +44,11 @@ def test_faults_are_found_named_and_survived(tmp_path):
 def test_the_matrix_has_all_rows():
     titles = [title for title, *_ in matrix()]
     assert len(set(titles)) == len(titles) >= 49 and sum("zero1" in title for title in titles) >= 6
+
+
+def test_a_row_that_needs_a_control_group_is_left_out_where_sys_is_read_only(tmp_path, monkeypatch):
+    def refuse(path, *more, **others):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(PermissionError, match="Read-only"):  # what main() leaves out by name
+        kernel_takes_memory(tmp_path, 2, None)

@@ -3,7 +3,8 @@
 The first scan is a crop of a real scan. The second is the same crop, warped by a smooth field that shrinks one label by
 1 % on average: the field's divergence is the label's smoothed mask, so nothing else changes in size. Both get
 independent noise. Prints one line of JSON: the true change and those in the label's table, in percent, one for each
-draw of the noise; --both measures both orders of the scans; mean and spread are of all.
+draw of the noise; --both measures both orders of the scans. mean and spread are of all from the first scan to the
+second.
 
     python tests/bench/bench_change.py --data FOLDER --case oasis_1036:35 ... [--noise PART] [--draws N] [--both]
 """

@@ -117,9 +117,14 @@ def kernel_takes_memory(folder, ranks, reference):
     """A control group with next to no memory: the kernel ends the rank that is put into it."""
     old = Path("/sys/fs/cgroup/memory")
     group = (old if old.exists() else Path("/sys/fs/cgroup")) / f"omnimorph-{os.getpid()}"
-    group.mkdir()
     try:
+        group.mkdir()
         (group / ("memory.limit_in_bytes" if old.exists() else "memory.max")).write_text("1000000")
+    except OSError as error:  # in a container /sys may be read-only, which is no PermissionError
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        raise PermissionError(str(error)) from error
+    try:
         leak = {"do": "leak", "rank": 1, "phase": "optimizer", "mode": "diffusion", "step": 9, "always": True}
         process = launch(folder, ranks, [{**leak, "last_attempt": 0}])  # what it has already is not taken from it
         until(lambda: steps_done(folder) >= 9)
