@@ -38,7 +38,7 @@ count_ranks
 folder=$(realpath -m "${STRATB:-Logs/stratB}")
 
 side=${SIDE:-128}
-data=$folder/data$side
+data=$folder/side$side/data  # the run is named after its last part
 [[ -f $data/dataset.json ]] || "${INTERPRETER[@]}" -m Dataloader.synthetic --out "$data" --count 4 --size "$side" \
     || exit 43
 # So many repeats that no epoch ends: nothing is validated and nothing written.
