@@ -1,10 +1,11 @@
 """Data lists: the volumes and pairs that a run uses, their subjects, and which of them are held out.
 
 It reads Decathlon and Learn2Reg JSON files, CSV lists, and folders of NIfTI files or, if they have none, of other
-formats.
+formats. The constants of each part stand at its head.
 """
 import collections
 import csv
+import functools
 import glob
 import hashlib
 import io
@@ -20,58 +21,6 @@ from Dataloader.formats import PICTURES, is_series, made_grey
 from Dataloader.nifti import NIFTI, SUFFIXES, ends_in, open_nifti, read_header
 from Runtime.errors import InputError
 from Runtime.files import as_stored, no_name_twice
-
-PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first one present counts
-# Folders of images beside folders of labels, in any case; an image may lack a label there.
-IMAGE_FOLDERS = ("images", "image", "imgs", "img")
-LABEL_FOLDERS = ("labels", "label", "segmentations", "segmentation", "segs", "seg", "masks", "mask", "gt",
-                 "annotations")
-SIDE_FOLDERS = {"labelstr", "labelsts", "maskstr", "masksts", "segtr", *LABEL_FOLDERS}  # no images, without a list
-NO_DATA = {"derivatives", "sourcedata"}  # BIDS folders of results and raw data, beside the images
-# Files at the top of the results of OM_register.py, OM_study.py and OM_augment.py; what lies below are no scans. Until
-# the jobs of --part are joined, only PART_RESULTS are there.
-OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"})
-PART_RESULTS = "parts/*_of_*/results.json"
-OF_RESULTS = re.compile(r"(?:warped|field|inverse_field|jacobian|segmented_(?:fixed|moving)|disp_[0-9]+_[0-9]+|"
-                        r"template|doubt|log_jacobian\w*|middle|aligned|reference)(?:_label|_channel_[0-9])?"
-                        r"[.]")  # names of the volumes in folders of results
-# A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
-# one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
-SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. -])?(?P<word>d?segm?|aseg|synthseg|segmentations?|labels?|labelmap|"
-                          r"(?:(?<!desc-)(?:brain|bet)[_-]?)?masks?|msk|gt|ground_?truth|gtv[a-z]?|wmh|staple|probseg)"
-                          r"(?:[_-]?(?P<number>[0-9]+))?", re.I)
-IMAGE_WORD = re.compile(r"^(?:image|img|volume|vol|scan)[_-]?(?=[0-9]+$)|[_-](?:image|img|volume|vol|scan)$", re.I)
-ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
-GRID = re.compile(r"_((?:space|res)-[A-Za-z0-9]+)")  # of them, those that must be the same
-CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
-# The end of a name may tell the scans of one subject apart: by their contrast, a time or a side.
-CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2[wf]?|FLAIR|PDw?|STIR|MPRAGE|SWI|DWI|HBV|ADC|DTI|ASL|LGE|CTA?|"
-                      r"CBCT|MRA|MRI?|PE?T)$", re.I)
-TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|tp|MR)[_-]?[0-9]+|BL|FU|"
-                  r"baseline|follow-?up|(?:pre|post)(?:-?op|-?contrast)?|before|after|[ie]BHCT|(?:insp|exp)(?:iration)?|"
-                  r"inhale|exhale|E[DS]|left|right|[LR]|[lr]h|(?:19|20)[0-9]{6})$|"
-                  r"(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$", re.I)
-# So may what was done to a scan: case_7 and case_7_brain are one subject.
-PROCESSED = re.compile(r"(?:[_-](?:brain|bet|ss|(?:skull_?)?strip(?:ped|ping)?|defaced|n4|"
-                       r"bias_?corr(?:ected)?|corrected|restored?|norm(?:ali[sz]ed)?|reg(?:istered)?|resampled|"
-                       r"preproc(?:essed)?|denoised|orig(?:inal)?|raw|crop(?:ped)?))+$", re.I)
-SCAN_NUMBER = re.compile(r"(?<![A-Za-z0-9])(?:3D|CT1|T[12]|MNI)\w*|[0-9.]+mm(?![A-Za-z])", re.I)  # tells no subject
-# A folder named by these or by a contrast groups subjects, or scans of one.
-GROUP = re.compile(r"(?:site|cent(?:er|re)|batch|cohort|group|task|fold|part|subset|study|phase|disc|scanner|dataset|"
-                   r"ses|session|visit|timepoint|tp|week|month|year|baseline|follow-?up)[ _-]?[0-9]+|"
-                   r"[A-Za-z_-]*[0-9](?:[.][0-9])?T|(?:19|20)[0-9]{2}(?:-?[0-9]{2}){0,2}", re.I)
-MOST_SCANS = 20  # in the folder of one subject; a folder with more is a whole study
-NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and channel, from 0
-MOST_CHANNELS = 5
-FURTHER = tuple(f"image_{number}" for number in range(2, MOST_CHANNELS + 1))  # columns of further channels
-BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # starts a name: sub-01_ses-02_T1w belongs to subject sub-01
-OTHER_WORDS = {**dict.fromkeys(("seg", "segmentation", "gt", "ground_truth", "labelmap", "annotation"), "label"),
-               **dict.fromkeys(("patient", "participant", "sub", "case", "pid"), "subject"), "set": "split",
-               "partition": "split"}  # of columns
-COLUMNS = ("image", "label", "mask", "id", "subject", "modality", "split")
-SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
-          "testing": "test"}
-FEW_SUBJECTS = 10  # with fewer, none is held out unless data.val_fraction amounts to one of them
 
 
 def read_datalist(root, dims=3, ids="", channels=1):
@@ -101,7 +50,7 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
     folder would share a label.
 
     pattern: as in `name_subjects`. channels: as there. as_listed: in the order of the list, not by id. quiet: print no
-    warning about segmentations that belong to no image.
+    warning about files that are not used.
     """
     root = Path(root)
     if not root.exists() and not glob.has_magic(str(root)):
@@ -111,6 +60,653 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         pictures = [name for name in sorted(os.listdir(root)) if ends_in(name, PICTURES)] if root.is_dir() else []
         raise InputError(f"{root}: found no .nii, .nii.gz or other volume; "
                          f"{made_grey(root / pictures[0]) if pictures else 'check the folder'}.")
+    items = _with_channels(root, items, channels)
+    by_id = {}
+    for item in items:
+        before = by_id.setdefault(as_stored(item["id"]), item)
+        if before is not item:
+            raise InputError(f"{root}: two volumes have the id {item['id']} ({before['image']} and {item['image']}); "
+                             "rename or remove one, or give each its own id in a .csv list.")
+    name_subjects(root, items, pattern)
+    if not quiet:
+        _tell_what_is_unused(root, items, unused, passed)
+    return items if as_listed else sorted(items, key=lambda item: item["id"])  # as in a cache
+
+
+def _tell_what_is_unused(root, items, unused, passed):
+    """Warn of segmentations while volumes lack a label, and of volumes that are not read. unused, passed: as from
+    `_read_items`."""
+    lacking = sum(not item["label"] and not item["mask"] for item in items)
+    if lacking and unused:
+        print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and {len(unused)} of the "
+              f"segmentations match no volume, such as {unused[0]}: name them after their images, or list both in a "
+              ".csv.", file=sys.stderr)
+    elif lacking and (path := _derived_segmentation(root)):
+        print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and derivatives is not read, which "
+              f"holds segmentations such as {path}: to use them, list images and labels in a .csv.", file=sys.stderr)
+    if passed:
+        print(f"warning: {root}: only its NIfTI files are read, not {len(passed)} further volumes there, such as "
+              f"{passed[0]}: to use them too, list all volumes in a .csv.", file=sys.stderr)
+
+
+def _read_items(root, channels):
+    """The items of a list, folder or pattern; the segmentations in it that belong to none of them; the volumes that
+    are not read because it has NIfTI files."""
+    if root.is_dir():
+        if path := list_file(root):
+            return _from_json(path), [], []
+        inner = ["imagesTr"] if (root / "imagesTr").is_dir() else []
+        if not inner and (here := Folder(root)).label_folders:
+            inner = [name for name in sorted(here.folders) if name.lower() in IMAGE_FOLDERS]
+        paths, passed = _volumes_under(root / inner[0] if inner else root)
+        return *_from_paths(root, paths, channels), passed
+    if not root.exists():  # a pattern
+        above, found = _base_of(root), sorted(glob.glob(str(root), recursive=True))
+        paths = [path for path in map(Path, found) if ends_in(path, SUFFIXES) and path.is_file()]
+        paths = paths if OF_RESULTS.match(root.name) else _without_results(paths, above)  # it may ask for results
+        return *_from_paths(above, paths, channels), []
+    if root.suffix.lower() not in (".json", ".csv"):
+        raise InputError(f"{root}: a file, not a data folder, .json or .csv list; give the folder that holds it.")
+    return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root), [], []
+
+
+def list_file(root):
+    """The list that data.root names or contains: a Path; None if there is none. root: a Path.
+
+    Raises InputError for a folder with two lists.
+    """
+    if not root.is_dir():
+        return root if root.is_file() else None
+    # Learn2Reg names its list after the task: OASIS_dataset.json.
+    lists = [root / "dataset.json"] if (root / "dataset.json").is_file() else sorted(root.glob("*_dataset.json"))
+    if len(lists) > 1:
+        raise InputError(f"{root}: the folder has two lists, {lists[0].name} and {lists[1].name}; give one of "
+                         "these files instead of the folder.")
+    return lists[0] if lists else None
+
+
+def is_one_volume(source):
+    """Whether a path names one volume, not a folder, list or pattern of several."""
+    source = Path(source)  # brackets may belong to its name
+    return ends_in(source, SUFFIXES) and not source.is_dir() and (source.is_file() or not glob.has_magic(str(source)))
+
+
+def without_segmentations(sources):
+    """Files, folders, lists and patterns of a command line, without files named as segmentations if there are several:
+    a shell's `*` names them beside their images."""
+    return [source for source in sources if len(sources) == 1
+            or not (ends_in(source, SUFFIXES) and is_named_segmentation(source))]
+
+
+def _base_of(root):
+    """The data folder: `root` itself, that of a list, or the last one before the first wildcard of a pattern."""
+    if root.is_dir():
+        return root
+    base = root.parent
+    while not root.exists() and glob.has_magic(str(base)):
+        base = base.parent
+    return base
+
+
+def _below(base, path):
+    """A path relative to the data folder; as it is on another disk of Windows."""
+    path = Path(path)
+    return path if path.is_absolute() and path.drive != Path(base).drive else Path(os.path.relpath(path, base))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the name of a file says
+# ---------------------------------------------------------------------------------------------------------------------
+
+# A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
+# one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
+SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. -])?(?P<word>d?segm?|aseg|synthseg|segmentations?|labels?|labelmap|"
+                          r"(?:(?<!desc-)(?:brain|bet)[_-]?)?masks?|msk|gt|ground_?truth|gtv[a-z]?|wmh|staple|probseg)"
+                          r"(?:[_-]?(?P<number>[0-9]+))?", re.I)
+ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
+CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
+BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # starts a name: sub-01_ses-02_T1w belongs to subject sub-01
+# The end of a name may tell the scans of one subject apart: by their contrast, a time or a side.
+CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2[wf]?|FLAIR|PDw?|STIR|MPRAGE|SWI|DWI|HBV|ADC|DTI|ASL|LGE|CTA?|"
+                      r"CBCT|MRA|MRI?|PE?T)$", re.I)
+TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|tp|MR)[_-]?[0-9]+|BL|FU|"
+                  r"baseline|follow-?up|(?:pre|post)(?:-?op|-?contrast)?|before|after|[ie]BHCT|(?:insp|exp)(?:iration)?|"
+                  r"inhale|exhale|E[DS]|left|right|[LR]|[lr]h|(?:19|20)[0-9]{6})$|"
+                  r"(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$", re.I)
+# So may what was done to a scan: case_7 and case_7_brain are one subject.
+PROCESSED = re.compile(r"(?:[_-](?:brain|bet|ss|(?:skull_?)?strip(?:ped|ping)?|defaced|n4|"
+                       r"bias_?corr(?:ected)?|corrected|restored?|norm(?:ali[sz]ed)?|reg(?:istered)?|resampled|"
+                       r"preproc(?:essed)?|denoised|orig(?:inal)?|raw|crop(?:ped)?))+$", re.I)
+SCAN_NUMBER = re.compile(r"(?<![A-Za-z0-9])(?:3D|CT1|T[12]|MNI)\w*|[0-9.]+mm(?![A-Za-z])", re.I)  # tells no subject
+
+
+def _stem(path):
+    name = os.path.basename(path)
+    lower = name.lower()
+    suffix = next((suffix for suffix in SUFFIXES if lower.endswith(suffix)), "")
+    return name[:len(name) - len(suffix)]
+
+
+def volume_id(path):
+    """Id of a volume: its file name without suffixes.
+
+    A channel suffix _0000 is dropped too, but only after a number (OASIS_0007_0000 is OASIS_0007): in subject_0000 it
+    is the number of the subject.
+    """
+    return re.sub(r"(?<=\d)_0000$", "", _stem(path))
+
+
+def is_named_segmentation(path):
+    """Whether the name of a file marks it as a segmentation, such as sub-01_dseg.nii.gz."""
+    return bool(SEGMENTATION.fullmatch(_stem(path)))
+
+
+def _without_scan(name):
+    """A name without what was done to the scan, contrast and TIME at its end; "" if nothing else is left."""
+    while (end := PROCESSED.search(name) or CONTRAST.search(name) or TIME.search(name)):
+        name = name[:end.start()]
+    return name
+
+
+def names_apart(names, paths, base=None):
+    """The names of volumes. One that several have, or a contrast alone, is preceded by the folders below `base`.
+
+    s1/T1.nii.gz and s2/T1.nii.gz are s1_T1 and s2_T1. base: by default the folder that holds all of their folders.
+    """
+    counts, found = collections.Counter(map(as_stored, names)), []
+    if base is None and names:
+        outer = [os.path.dirname(os.path.dirname(os.path.abspath(path))) for path in paths]
+        alone = len({os.path.splitdrive(path)[0] for path in outer}) > 1  # on several disks of Windows
+        base = Path(outer[0]).anchor if alone else os.path.commonpath(outer)
+    for name, path in zip(names, paths):
+        if counts[as_stored(name)] > 1 or not _without_scan(name):
+            inner = _below(base, os.path.abspath(path)).parent.parts
+            above = (part for part in inner if part.lower() not in IMAGE_FOLDERS)
+            name = "_".join([*above, name])
+        found.append(name)
+    return found
+
+
+def set_apart(items, base=None):
+    """Give items of one name the ids of `names_apart`, in place; two files with the name case_7 are probably copies."""
+    for item, name in zip(items, names_apart([item["id"] for item in items], [item["image"] for item in items], base)):
+        if name != item["id"] and not re.search("[0-9]", SCAN_NUMBER.sub("", _without_scan(item["id"]))):
+            item["id"] = name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders, patterns and the labels in them
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Folders of images beside folders of labels, in any case; an image may lack a label there.
+IMAGE_FOLDERS = ("images", "image", "imgs", "img")
+LABEL_FOLDERS = ("labels", "label", "segmentations", "segmentation", "segs", "seg", "masks", "mask", "gt",
+                 "annotations")
+SIDE_FOLDERS = {"labelstr", "labelsts", "maskstr", "masksts", "segtr", *LABEL_FOLDERS}  # no images, without a list
+NO_DATA = {"derivatives", "sourcedata"}  # BIDS folders of results and raw data, beside the images
+# Files at the top of the results of OM_register.py, OM_study.py and OM_augment.py; what lies below are no scans. Until
+# the jobs of --part are joined, only PART_RESULTS are there.
+OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"})
+PART_RESULTS = "parts/*_of_*/results.json"
+OF_RESULTS = re.compile(r"(?:warped|field|inverse_field|jacobian|segmented_(?:fixed|moving)|disp_[0-9]+_[0-9]+|"
+                        r"template|doubt|log_jacobian\w*|middle|aligned|reference)(?:_label|_channel_[0-9])?"
+                        r"[.]")  # names of the volumes in folders of results
+IMAGE_WORD = re.compile(r"^(?:image|img|volume|vol|scan)[_-]?(?=[0-9]+$)|[_-](?:image|img|volume|vol|scan)$", re.I)
+GRID = re.compile(r"_((?:space|res)-[A-Za-z0-9]+)")  # entities that must be those of the image
+
+
+class Folder:
+    """A folder, listed once: checking file by file is slow on a network disk.
+
+    path: of the folder. is_there: whether it exists. files, folders: names in it; empty if it cannot be read.
+    """
+
+    def __init__(self, path):
+        self.path, self.is_there, self.files, self.folders = path, True, set(), set()
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_file():
+                        self.files.add(entry.name)
+                    elif entry.is_dir():
+                        self.folders.add(entry.name)
+        except (OSError, ValueError):
+            self.is_there = os.path.isdir(path)
+
+    @functools.cached_property
+    def volumes(self):
+        """Names of the files that can hold volumes, sorted. Those with a leading dot are unfinished writes or macOS
+        resource forks."""
+        return sorted(name for name in self.files if ends_in(name, SUFFIXES) and name[0] != ".")
+
+    @functools.cached_property
+    def segmentations(self):
+        """{the name that segmentations are named after: [(whether a mask, file name)]}."""
+        found = {}
+        for name in self.volumes:
+            match = SEGMENTATION.fullmatch(_stem(name))
+            if match and match["word"].lower() != "probseg":  # shares of one tissue, neither image nor label map
+                entry = (match["word"].lower().rstrip("s").endswith("mask"), name)
+                found.setdefault(ENTITIES.sub("", match["of"] or match["number"] or ""), []).append(entry)
+        return found
+
+    @functools.cached_property
+    def label_folders(self):
+        """The folders of label maps, see LABEL_FOLDERS, the most telling names first."""
+        names = [name for name in self.folders if name.lower() in LABEL_FOLDERS]
+        return [self.path / name for name in sorted(names, key=lambda name: (LABEL_FOLDERS.index(name.lower()), name))]
+
+    @functools.cached_property
+    def holds_one_scan(self):
+        """Whether it holds one image besides segmentations, or images that are named by their contrast alone."""
+        images = [_stem(name) for name in self.volumes if not is_named_segmentation(name)]
+        return len(images) == 1 or bool(images) and not any(map(_without_scan, images))
+
+
+def _volumes_under(base):
+    """Paths of the NIfTI files anywhere in a folder, or, without any, of volumes in other formats; and of the volumes
+    passed over: files that no NIfTI file is named after. Series of slices are mostly what NIfTI files were made of, and
+    so are the volumes in a folder mri of FreeSurfer.
+
+    A folder of DICOM slices is one volume. Folders of results, see OWN_RESULTS, are skipped. Linked folders come last,
+    so that a folder inside `base` keeps its own name. Raises InputError for broken links.
+    """
+    paths, lost, seen, tops, root = [], [], set(), [str(base)], os.path.realpath(base) + os.sep
+
+    def unreadable(error):
+        raise InputError(f"{error.filename}: this folder cannot be read ({error.strerror}); have its permissions "
+                         "corrected, or move it out of the data set.") from None
+
+    walks = (os.walk(top, onerror=unreadable) for top in tops)
+    for folder, inner, names in itertools.chain.from_iterable(walks):
+        real = os.path.realpath(folder)
+        # A link's own name hides that of the folder; links to BIDS folders of elsewhere are wanted.
+        hidden = SIDE_FOLDERS | NO_DATA if real.startswith(root) else SIDE_FOLDERS
+        if real in seen or folder in tops[1:] and os.path.basename(real).lower() in hidden:
+            inner.clear()
+            continue
+        seen.add(real)
+        # Names with a leading dot are unfinished writes, macOS resource forks, and the .git/annex of a DataLad set.
+        inner[:] = sorted(name for name in inner if name.lower() not in SIDE_FOLDERS | NO_DATA and name[0] != ".")
+        if folder != str(base) and _is_of_results(folder, inner, names):
+            inner.clear()
+            continue
+        if is_series(folder):  # the folder is a volume, its slices are none, and others may lie beside them
+            paths.append(Path(folder))
+            names = [name for name in names if not ends_in(name, ".dcm")]
+        tops += [os.path.join(folder, name) for name in inner if os.path.islink(os.path.join(folder, name))]
+        files = Folder(folder).files
+        for name in sorted(name for name in names if ends_in(name, SUFFIXES) and name[0] != "."):
+            path = Path(folder, name)
+            if name in files:
+                paths.append(path)
+            elif path.is_symlink():
+                lost.append(path)
+    if lost:
+        raise InputError(f"{lost[0]}: a link to {os.readlink(lost[0])}, which does not exist ({len(lost)} such "
+                         f"links in {base}); fetch the content, for example with `datalad get` or `git annex get`, "
+                         "or remove the links.")
+    nifti = [path for path in paths if ends_in(path, NIFTI)]
+    if all(map(is_named_segmentation, nifti)):
+        return paths, []
+    names = set(map(_stem, nifti))
+    return nifti, [path for path in paths if not ends_in(path, NIFTI) and path.is_file() and _stem(path) not in names
+                   and not is_named_segmentation(path) and path.parent.name != "mri"]
+
+
+def _is_of_results(folder, inner, names):
+    """Whether a folder holds results of these programs. inner, names: of its folders and files."""
+    return (any(names_of <= set(names) for names_of in OWN_RESULTS)
+            or "parts" in inner and any(Path(folder).glob(PART_RESULTS)))
+
+
+def _without_results(paths, above):
+    """The files of a pattern without the results of earlier runs below `above`; all of them if it finds nothing else.
+
+    A folder of results may be that of an image too, so only files with names of results count, copies in bids/, and all
+    that OM_augment.py writes.
+    """
+    folders = {folder for path in paths for folder in path.parents if above in folder.parents}
+    of_results = {folder for folder in folders if _is_of_results(*next(os.walk(folder), (folder, [], [])))}
+    drawn = {folder for folder in of_results if (folder / "draws.jsonl").is_file()}
+    copies = {folder / "bids" for folder in of_results}
+    return [path for path in paths if not (drawn | copies).intersection(path.parents) and not (
+        OF_RESULTS.match(path.name) and of_results.intersection(path.parents))] or paths
+
+
+def _from_paths(root, paths, channels):
+    """The items of some volumes with their labels and masks, and the segmentations that belong to none of them.
+
+    A file named as a segmentation is not an image. A label outside labelsTr that several images would share belongs to
+    those of its shape.
+    """
+    found = {path for path in paths if is_named_segmentation(path)}
+    images = [path for path in paths if path not in found]
+    if paths and not images:
+        raise InputError(f"{root}: the names of all {len(paths)} volumes mark them as segmentations, such as "
+                         f"{paths[0].name}; give the folder of the images.")
+    listed, items, guessed = functools.cache(Folder), [], {}  # guessed: {label: its items}
+    bases = {image.parent: image.parent.parent if image.parent.name == "imagesTr" else root for image in images}
+    places = {folder: _label_places(root, folder, listed) for folder in bases}
+    for image in images:
+        base = bases[image.parent]
+        own = _of_same_name(base / "labelsTr", image, listed, channels)
+        if own is None and listed(base / "labelsTr").is_there:
+            of_case = channels == 1 and _of_same_name(base / "labelsTr", image, listed, channels=2)
+            several = f", or set data.channels if {of_case.name} belongs to several channels" if of_case else ""
+            raise InputError(f"{base / 'labelsTr' / image.name}: the label of {image} is missing; restore it or list "
+                             f"the volumes in {root / 'dataset.json'} without this label{several}.")
+        label = own or _label_by_name(image, places[image.parent], listed, channels)
+        items.append(_item(image, label, _of_same_name(base / "masksTr", image, listed, channels), {}))
+        if label and not own:
+            guessed.setdefault(label, []).append(items[-1])
+    masks = [base / "masksTr" for base in bases.values() if listed(base / "masksTr").is_there]
+    if masks and not any(item["mask"] for item in items):
+        raise InputError(f"{masks[0]}: no mask has the name of an image, such as {items[0]['image'].name}; rename the "
+                         "masks or remove the folder.")
+    for label, several in guessed.items():
+        folders = {item["image"].parent for item in several}
+        for item in several if len(several) > 1 else ():
+            if len(folders) > 1 or not _same_shape(item["image"], label):  # s1/T1 and s2/T1 are two people
+                item["label"] = None
+    set_apart(items, root)
+    for folder in set(itertools.chain(*places.values())):
+        found.update(folder / name for name in listed(folder).files if ends_in(name, SUFFIXES))
+    used = {item["label"] for item in items}
+    return items, sorted(path for path in found - used if not re.search("probseg", path.name, re.I))
+
+
+def _of_same_name(folder, image, listed, channels):
+    """The file in a folder with the name of an image, or None. With several channels X will do for X_0001."""
+    identities = (volume_id(image), case_and_channel(image)[0]) if channels > 1 else (volume_id(image),)
+    names = itertools.chain([image.name], (identity + suffix for identity in identities for suffix in SUFFIXES))
+    paths = (folder / name for name in names)
+    return next((path for path in paths if _is_file(path, listed)), None) if listed(folder).is_there else None
+
+
+def _is_file(path, listed):
+    """Whether a file exists. listed: gives the Folder of a path, each listed once."""
+    folder = listed(path.parent)
+    if folder.files and (path.name in folder.files or sys.platform not in ("darwin", "win32")):
+        return path.name in folder.files
+    return os.path.isfile(path)  # the folder cannot be listed, or the system finds other spellings too
+
+
+def _label_places(root, folder, listed):
+    """The folders in which the labels of a folder's images may lie, as `labels` beside `images`: a list of Paths."""
+    within = itertools.takewhile(lambda outer: outer != root.parent, (folder, *folder.parents))
+    above = next((outer for outer in within if outer.name.lower() in IMAGE_FOLDERS), None)
+    beside, inner = (above.parent, folder.relative_to(above)) if above else (folder, Path())
+    folders = itertools.chain(*(listed(base).label_folders for base in dict.fromkeys((beside, root))))
+    return [place for folder in folders for place in dict.fromkeys((folder / inner, folder))]
+
+
+def _label_by_name(image, places, listed, channels):
+    """The label beside an image, or else in the first of `places` that has one, or None."""
+    label = label_beside(image, listed(image.parent))
+    for place in () if label else places:
+        label = label or _of_same_name(place, image, listed, channels) or label_beside(image, listed(place))
+    return label
+
+
+def _same_shape(image, label):
+    """Whether two files have one shape. A file that cannot be read counts as alike: reading it will tell."""
+    try:
+        return open_nifti(image).shape == open_nifti(label).shape
+    except InputError:
+        return True
+
+
+def label_beside(image, folder=None):
+    """The segmentation that lies beside an image and is named after it, or None.
+
+    sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg; case_0000 and case_flair have case_seg; an
+    image that has a folder for itself or for its contrasts alone (t1, flair) has seg. Of several, it prefers a file
+    that is not a mask, then the one with most of the image's name, then the one with the same BIDS entities, then
+    with the fewest, then the first in alphabetical order. Space and resolution must be the same; space-orig and, for a
+    T1w, space-T1w count as none. folder: Folder of the segmentations, by default that of the image.
+    """
+    image, full = Path(image), _stem(image)
+    folder = folder or Folder(image.parent)
+    stem = ENTITIES.sub("", full)
+    plain = PROCESSED.sub("", stem)
+    wanted = [stem, volume_id(stem), plain, stem.rpartition("_")[0] if BIDS.match(stem) else CONTRAST.sub("", plain),
+              IMAGE_WORD.sub("", stem)]
+    wanted = [word for word in wanted if word]
+    if folder.path == image.parent and folder.holds_one_scan:
+        wanted.append("")
+    own = {"space-orig", f"space-{stem.rpartition('_')[2]}"}
+    grid, entities = set(GRID.findall(full)) - own, set(ENTITIES.findall(full))
+    found = [(is_mask, wanted.index(word), set(ENTITIES.findall(name)) != entities, len(ENTITIES.findall(name)), name)
+             for word in set(wanted) for is_mask, name in folder.segmentations.get(word, ())
+             if set(GRID.findall(name)) - own == grid]
+    return folder.path / min(found)[-1] if found else None
+
+
+def _derived_segmentation(root):
+    """A segmentation in the first thousand folders of the BIDS folder of results, or None. Masks of heads are none."""
+    for folder, inner, names in itertools.islice(os.walk(root / "derivatives"), 1000):
+        inner[:] = sorted(name for name in inner if name not in ("func", "figures", "log", "logs"))
+        for name in sorted(names):
+            if (ends_in(name, NIFTI) and is_named_segmentation(name) and name[0] != "."
+                    and not re.search("probseg|mask", name, re.I)):
+                return Path(folder, name)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists in JSON and CSV files
+# ---------------------------------------------------------------------------------------------------------------------
+
+MOST_CHANNELS = 5
+FURTHER = tuple(f"image_{number}" for number in range(2, MOST_CHANNELS + 1))  # columns of further channels
+COLUMNS = ("image", "label", "mask", "id", "subject", "modality", "split")
+OTHER_WORDS = {**dict.fromkeys(("seg", "segmentation", "gt", "ground_truth", "labelmap", "annotation"), "label"),
+               **dict.fromkeys(("patient", "participant", "sub", "case", "pid"), "subject"), "set": "split",
+               "partition": "split"}  # of columns
+SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
+          "testing": "test"}
+
+
+def _from_json(path):
+    content = read_json(path)
+    entries = content.get("training") if isinstance(content, dict) else None
+    if entries is None and isinstance(content, dict) and "channel_names" in content:
+        return _from_nnunet(path, content)
+    if not isinstance(entries, list):
+        raise InputError(f'{path}: there is no list under "training"; add one with an image and a label path per '
+                         "volume.")
+    modalities = content.get("modality")
+    if not isinstance(modalities, dict) or len(modalities) < 2:
+        modalities = {}
+    if not all(isinstance(word, str) for word in modalities.values()):
+        raise InputError(f"{path}: \"modality\" {modalities} is not one word per channel; correct it.")
+    entries = [_checked_entry(path, entry) for entry in entries] + _validation_entries(path, content)
+    for entry in entries:
+        if "modality" not in entry and (channel := CHANNEL.search(_stem(entry["image"]))):
+            entry["modality"] = modalities.get(str(int(channel[1])), "")
+    return _listed_items(path, [(path, entry) for entry in entries])
+
+
+def _from_nnunet(path, content):
+    """The items of an nnU-Net v2 data set: <case>_0000 and so on in imagesTr, <case> in labelsTr.
+
+    Each channel is a volume; the channels of a case share its label and its subject.
+    """
+    names, ending = content["channel_names"], content.get("file_ending", ".nii.gz")
+    if not isinstance(names, dict) or ending not in SUFFIXES:
+        raise InputError(f"{path}: channel_names {names} and file_ending {ending} are not those of nnU-Net; "
+                         "correct them.")
+    items, listed = [], functools.cache(Folder)
+    for name in sorted(listed(path.parent / "imagesTr").files):
+        match = re.fullmatch(rf"(.+)_(\d{{4}}){re.escape(ending)}", name)
+        if not match:
+            continue
+        case, channel = match[1], int(match[2])
+        label = path.parent / "labelsTr" / f"{case}{ending}"
+        if not _is_file(label, listed):
+            raise InputError(f"{label}: the label of {name} is missing; restore it.")
+        words = {"id": case if channel == 0 else f"{case}_{match[2]}", "subject": case,
+                 "modality": str(names.get(str(channel), ""))}
+        items.append(_item(path.parent / "imagesTr" / name, label, None, words))
+    return items
+
+
+def _validation_entries(path, content):
+    """The volumes under "validation", each once, all with split "val". A pair counts as its two volumes."""
+    entries = content.get("validation", [])
+    if not isinstance(entries, list):
+        raise InputError(f"{path}: \"validation\" is not a list; give it entries like those of \"training\".")
+    by_image = {}
+    for entry in entries:
+        pair = isinstance(entry, dict) and "image" not in entry and "fixed" in entry and "moving" in entry
+        for volume in (entry["fixed"], entry["moving"]) if pair else (entry,):
+            checked = {**_checked_entry(path, volume), "split": "val"}
+            by_image[checked["image"]] = checked
+    return list(by_image.values())
+
+
+def _checked_entry(path, entry):
+    """An entry of a JSON list as {column: text}, without empty values. Raises InputError for values of other types."""
+    entry = {"image": entry} if isinstance(entry, str) else entry
+    image = entry.get("image") if isinstance(entry, dict) else None
+    further = image[1:] if isinstance(image, list) else []
+    image = image[0] if isinstance(image, list) and image else image
+    if not all(isinstance(word, str) and word and "\0" not in word for word in (image, *further)):
+        raise InputError(f"{path}: the entry {entry} has no image path; correct it.")
+    if len(further) > len(FURTHER):
+        raise InputError(f"{path}: the entry {entry} has {1 + len(further)} channels, but a volume can have at most "
+                         f"{MOST_CHANNELS}; leave some out.")
+    name = Path(image).name
+    for roles, kinds, what in ((("label", "mask"), (str,), "path"),
+                               (("subject", "modality", "split"), (str, int), "word")):
+        for role in roles:
+            value = entry.get(role)
+            if value is not None and (type(value) not in kinds or "\0" in str(value)):
+                raise InputError(f"{path}: the {role} {value} of {name} is not a {what}; correct or drop it.")
+    # Not "id": in a JSON list it may belong to another program. A .csv list is written for OmniMorph.
+    words = {role: str(entry[role]) for role in COLUMNS if role != "id" and entry.get(role) not in (None, "")}
+    return {**words, "image": image, **dict(zip(FURTHER, further))}
+
+
+def _from_csv(path):
+    header, rows = read_csv(path, (*COLUMNS, *FURTHER))
+    if "image" not in map(str.lower, header):
+        raise InputError(f"{path}: the header {','.join(header)} has no column \"image\"; give this name to the "
+                         "column of the image paths.")
+    if not rows:
+        raise InputError(f"{path}: the list has a header but no volumes; add a row for each volume.")
+    for cell in header:  # other columns are left out, but a misnamed one would lose its labels in silence
+        word = re.sub(r"[ -]+", "_", cell.lower())
+        word = word if word in OTHER_WORDS else re.sub(r"(?:_?(?:path|file|name|id)|s)+$", "", word)
+        word = OTHER_WORDS.get(word, word)
+        if word in COLUMNS and word not in map(str.lower, header):
+            raise InputError(f'{path}: the column "{cell}" is not known; call it "{word}" if it is that, else give it '
+                             "another name.")
+    entries = [(f"{path} line {line}", entry) for line, entry in rows]
+    for where, entry in entries:
+        if "image" not in entry:
+            raise InputError(f"{where}: no image path; fill the cell or remove the row.")
+        if "/" in entry.get("id", ""):
+            raise InputError(f"{where}: the id {entry['id']} contains a slash, which a file name cannot; choose "
+                             "another.")
+    return _listed_items(path, entries)
+
+
+def _listed_items(path, entries):
+    """The items of a list. entries: pairs of where an entry stands, for the errors, and its {column: text}."""
+    listed = functools.cache(Folder)
+    items = [_listed_item(where, path.parent, entry, listed) for where, entry in entries]
+    set_apart([item for item, (_, entry) in zip(items, entries) if "id" not in entry], path.parent)
+    return items
+
+
+def _listed_item(where, folder, entry, listed):
+    """The item of a list entry. where: list and line, for the errors. Raises InputError if a file is missing."""
+    paths = {role: folder / entry[role] if role in entry else None for role in ("image", "label", "mask")}
+    further = {role: folder / entry[role] for role in FURTHER if role in entry}
+    if not _is_file(paths["image"], listed):  # nnU-Net v1 lists cases, not channels
+        first = paths["image"].with_name(_stem(paths["image"]) + "_0000.nii.gz")
+        paths["image"] = first if _is_file(first, listed) else paths["image"]
+    for role, path in {**paths, **further}.items():
+        if path and not _is_file(path, listed) and not is_series(path):
+            whose = "its" if role.startswith("image") else f"the {role}"
+            raise InputError(f"{path}: the {role} listed in {where} is missing; restore it or drop {whose} entry.")
+    if entry.get("split", "train").lower() not in SPLITS:
+        raise InputError(f"{where}: the split {entry['split']} of {paths['image'].name} is not train, val or test; "
+                         "correct it, or leave it empty for training.")
+    item = _item(**paths, words=entry)
+    return {**item, "channels": list(further.values())} if further else item
+
+
+def _item(image, label, mask, words):
+    """The item of a volume, as `read_datalist` returns it. words: its id, subject, modality, split, if listed."""
+    return {"id": words.get("id") or volume_id(image), "image": image, "label": label, "mask": mask,
+            "subject": words.get("subject", ""), "modality": words.get("modality", ""),
+            "split": SPLITS.get(words.get("split", "").lower(), "")}
+
+
+def read_json(path):
+    """The content of a JSON file. Raises InputError if it cannot be read or is not valid JSON."""
+    try:
+        return json.loads(_read_text(path), object_pairs_hook=no_name_twice)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON ({error}); correct the file.") from error
+
+
+def read_csv(path, known):
+    """The header of a CSV file, a list of cells, and its non-blank rows, a list of (line, {column: cell}).
+
+    known: column names in lower case; none may occur twice in the header. Other columns and empty cells are left out.
+    Raises InputError if the file is not CSV in UTF-8, or if a row and the header differ in their number of cells.
+    """
+    try:
+        text = _read_text(path)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error}); save it as CSV in UTF-8.") from error
+    if "\0" in text:
+        raise InputError(f"{path}: the text contains zero bytes, so the file is damaged; save it as CSV in UTF-8 "
+                         "again.")
+    # Column names contain no separator, so the header decides; csv.Sniffer would guess.
+    header = next((line for line in text.split("\n") if line.strip()), "")
+    reader = csv.reader(io.StringIO(text), delimiter=";" if header.count(";") > header.count(",") else ",", strict=True)
+    try:
+        rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
+    except csv.Error as error:
+        raise InputError(f"{path} line {reader.line_num}: not valid CSV ({error}); correct the line.") from error
+    rows = [(line, cells) for line, cells in rows if any(cells)]
+    if not rows:
+        raise InputError(f"{path}: an empty list; write a header with the column image, and a row per volume.")
+    header, entries = rows[0][1], []
+    columns = [cell.lower() for cell in header]
+    if twice := next((name for name in known if columns.count(name) > 1), None):
+        raise InputError(f"{path}: the header has the column \"{twice}\" twice; rename or remove one.")
+    for line, cells in rows[1:]:
+        if len(cells) != len(columns):
+            raise InputError(f"{path} line {line}: {len(cells)} cells, but the header has {len(columns)}; correct the "
+                             "row, and quote a path that holds the separator.")
+        entries.append((line, {name: cell for name, cell in zip(columns, cells) if cell and name in known}))
+    return header, entries
+
+
+def _read_text(path):
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path}: the list cannot be read ({error.strerror}); correct its permissions.") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Channels: the images of one volume in separate files
+# ---------------------------------------------------------------------------------------------------------------------
+
+NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and channel, from 0
+
+
+def _with_channels(root, items, channels):
+    """The items with the files of each volume's channels together. Raises InputError for another number of files."""
     if channels > 1 and not any("channels" in item for item in items):
         matches = [NUMBERED.fullmatch(_stem(item["image"])) for item in items]
         numbers = {int(match[2]) for match in matches} if all(matches) else set()
@@ -124,29 +720,8 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         if found > 1 and found != channels:  # one file may hold all channels
             raise InputError(f"{root}: {item['image'].name} has {found} channels, but data.channels is {channels}; set "
                              f'it to {found}, or give each file its own entry with the same "subject".')
-    by_id = sorted(items, key=lambda item: as_stored(item["id"]))
-    for before, after in itertools.pairwise(by_id):
-        if as_stored(before["id"]) == as_stored(after["id"]):
-            raise InputError(f"{root}: two volumes have the id {after['id']} ({before['image']} and {after['image']}); "
-                             "rename or remove one, or give each its own id in a .csv list.")
-    name_subjects(root, by_id, pattern)
-    lacking = sum(not item["label"] and not item["mask"] for item in items)
-    if unused and lacking and not quiet:
-        print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and {len(unused)} of the "
-              f"segmentations match no volume, such as {unused[0]}: name them after their images, or list both in a "
-              ".csv.", file=sys.stderr)
-    elif lacking and not quiet and (path := _derived_segmentation(root)):
-        print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and derivatives is not read, which "
-              f"holds segmentations such as {path}: to use them, list images and labels in a .csv.", file=sys.stderr)
-    if passed and not quiet:
-        print(f"warning: {root}: only its NIfTI files are read, not {len(passed)} further volumes there, such as "
-              f"{passed[0]}: to use them too, list all volumes in a .csv.", file=sys.stderr)
-    return items if as_listed else sorted(items, key=lambda item: item["id"])  # as in a cache
+    return items
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Channels: the images of one volume in separate files
-# ---------------------------------------------------------------------------------------------------------------------
 
 def case_and_channel(path):
     """Case and number of a channel by its name: X, 1 for X_0001; any other name is channel 0 of a case of its own."""
@@ -202,20 +777,25 @@ def group_contrasts(items, channels):
 # Subjects: who a volume belongs to, and who is held out. Pairs, mode 2's negatives and the split all use this.
 # ---------------------------------------------------------------------------------------------------------------------
 
+# A folder named by these or by a contrast groups subjects, or scans of one.
+GROUP = re.compile(r"(?:site|cent(?:er|re)|batch|cohort|group|task|fold|part|subset|study|phase|disc|scanner|dataset|"
+                   r"ses|session|visit|timepoint|tp|week|month|year|baseline|follow-?up)[ _-]?[0-9]+|"
+                   r"[A-Za-z_-]*[0-9](?:[.][0-9])?T|(?:19|20)[0-9]{2}(?:-?[0-9]{2}){0,2}", re.I)
+MOST_SCANS = 20  # in the folder of one subject; a folder with more is a whole study
+FEW_SUBJECTS = 10  # with fewer, none is held out unless data.val_fraction amounts to one of them
+
+
 def name_subjects(root, items, pattern=""):
     """Give each item its subject, in place.
 
     The first of these that applies: the subject in the list; the group of the regular expression `pattern`, which must
     match in every image path below the data folder; sub-XX at the start of a BIDS name; X_0001 if all names of the data
-    set end like X_0001_0000 and X_0001_0001; the folder of at most MOST_SCANS volumes, if its name has a number, is
-    found in their ids and is no GROUP; the id without contrast, TIME and PROCESSED at its end (case_7 of
-    case_7_t1, case_7_flair, case_7_frame01 and case_7_t1_brain).
+    set end like X_0001_0000 and X_0001_0001; what `_by_folder` finds.
     Items without a modality get that of their name, see `read_datalist`.
     root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" if the list names none.
     Raises InputError for an unusable pattern, or one that finds no subject in an image path.
     """
-    base = root if root.is_dir() else root.parent if root.exists() else _above_pattern(root)
-    channels = [CHANNEL.search(_stem(item["image"])) for item in items]
+    base, stems = _base_of(root), [_stem(item["image"]) for item in items]
     try:
         expression = re.compile(pattern) if pattern else None
     except re.error as error:
@@ -224,17 +804,9 @@ def name_subjects(root, items, pattern=""):
     if expression and expression.groups != 1:
         raise InputError(f"data.subject_pattern \"{pattern}\" has {expression.groups} groups; put one pair of "
                          "parentheses around the subject, such as \"^([^/]+)/\" for its folder.")
-    parents = [item["image"].parent for item in items]
-    below = {parent: _below(base, parent) for parent in dict.fromkeys(parents)}
-    people = _subjects([_without_scan(item["id"]) for item in items],
-                       [_folders_of(item["id"], below[parent]) for item, parent in zip(items, parents)])
-    for item, channel, person in zip(items, channels, people):
-        stem = _stem(item["image"])
-        bids, contrast = BIDS.match(stem), CONTRAST.search(PROCESSED.sub("", stem))
-        if not item["modality"]:
-            words = [word for word in stem.split("_")[::-1] if "-" not in word and not word.isdigit()] if bids else []
-            known = [word for word in words if CONTRAST.fullmatch(word)] or words
-            item["modality"] = known[0] if known else contrast[1] if contrast and not bids else ""
+    are_channels = all(map(CHANNEL.search, stems))
+    for item, stem, person in zip(items, stems, _by_folder(items, base)):
+        item["modality"] = item["modality"] or _modality(stem)
         if item["subject"]:
             continue
         if expression:
@@ -244,43 +816,43 @@ def name_subjects(root, items, pattern=""):
                 raise InputError(f"data.subject_pattern \"{pattern}\" finds no subject in {path}; correct it, or name "
                                  "the subjects in a list.")
             item["subject"] = match[1]
+        elif bids := BIDS.match(stem):
+            item["subject"] = bids[0]
         else:
-            of_channel = stem[:channel.start(1) - 1] if all(channels) else ""
-            item["subject"] = bids[0] if bids else of_channel or person or item["id"]
+            item["subject"] = stem.rpartition("_")[0] if are_channels else person
 
 
-def _below(base, path):
-    """A path relative to the data folder; as it is on another disk of Windows."""
-    path = Path(path)
-    return path if path.is_absolute() and path.drive != Path(base).drive else Path(os.path.relpath(path, base))
+def _modality(stem):
+    """The modality in the name of a volume: the last word of a BIDS name, a contrast at the end of another, or ""."""
+    if BIDS.match(stem):
+        words = [word for word in reversed(stem.split("_")) if "-" not in word and not word.isdigit()]
+        return [*filter(CONTRAST.fullmatch, words), *words, ""][0]
+    contrast = CONTRAST.search(PROCESSED.sub("", stem))
+    return contrast[1] if contrast else ""
 
 
-def _without_scan(name):
-    """A name without what was done to the scan, contrast and TIME at its end; "" if nothing else is left."""
-    while (end := PROCESSED.search(name) or CONTRAST.search(name) or TIME.search(name)):
-        name = name[:end.start()]
-    return name
+def _by_folder(items, base):
+    """The subject of each item by its folder, or else by its id: a list of names.
 
-
-def _folders_of(name, inner):
-    """The parts of the path `inner` that may be the folder of a subject, Paths, the outermost first.
-
-    Such a folder has a number, is found as a whole in the name of the volume, and is no GROUP.
+    A folder counts if its name has a number, is no contrast and no GROUP, and stands as a whole in the id, and if it
+    holds at most MOST_SCANS volumes and not the whole data set; of several, the outermost. Otherwise it is the id
+    without contrast, TIME and PROCESSED at its end: case_7 of case_7_t1, case_7_flair, case_7_frame01 and
+    case_7_t1_brain.
     """
-    return [folder for folder in reversed((inner, *inner.parents)) if re.search("[0-9]", folder.name)
-            and _without_scan(folder.name) and not GROUP.fullmatch(folder.name)
-            and re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", name)]
-
-
-def _subjects(names, chains):
-    """The name of each item's subject: its folder, the first of its chain that holds neither all items nor more than
-    MOST_SCANS, or else its name here."""
-    inside = collections.Counter(folder for chain in chains for folder in chain)
-    folders = [next((folder for folder in chain if inside[folder] < min(len(names), MOST_SCANS + 1)), None)
+    around = {}  # {folder of images: of itself and those around it, the ones that may be somebody's}
+    for folder in {item["image"].parent for item in items}:
+        inner = _below(base, folder)
+        around[folder] = [each for each in (*reversed(inner.parents), inner) if re.search("[0-9]", each.name)
+                          and _without_scan(each.name) and not GROUP.fullmatch(each.name)]
+    chains = [[folder for folder in around[item["image"].parent]
+               if re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", item["id"])] for item in items]
+    inside = collections.Counter(itertools.chain(*chains))
+    folders = [next((folder for folder in chain if inside[folder] < min(len(items), MOST_SCANS + 1)), None)
                for chain in chains]
     alike = collections.Counter(folder.name for folder in set(folders) if folder)
-    return [name if not folder else folder.name if alike[folder.name] == 1 else "_".join(folder.parts)
-            for name, folder in zip(names, folders)]
+    return [_without_scan(item["id"]) or item["id"] if not folder else
+            folder.name if alike[folder.name] == 1 else "_".join(folder.parts)
+            for item, folder in zip(items, folders)]
 
 
 def subject_key(subject):
@@ -398,6 +970,13 @@ def read_ranges(text, where):
     return ranges
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs
+# ---------------------------------------------------------------------------------------------------------------------
+
+PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first one present counts
+
+
 def read_pairs(path, items):
     """Read training pairs from a Learn2Reg JSON file.
 
@@ -424,30 +1003,18 @@ def read_pairs(path, items):
     return found
 
 
-def volume_id(path):
-    """Id of a volume: its file name without suffixes.
-
-    A channel suffix _0000 is dropped too, but only after a number (OASIS_0007_0000 is OASIS_0007): in subject_0000 it
-    is the number of the subject.
-    """
-    return re.sub(r"(?<=\d)_0000$", "", _stem(path))
-
-
-def _stem(path):
-    name = os.path.basename(path)
-    lower = name.lower()
-    suffix = next((suffix for suffix in SUFFIXES if lower.endswith(suffix)), "")
-    return name[:len(name) - len(suffix)]
-
-
-def read_json(path):
-    """The content of a JSON file. Raises InputError if it cannot be read or is not valid JSON."""
-    try:
-        return json.loads(_read_text(path), object_pairs_hook=no_name_twice)
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error}); correct the file.") from error
+def _lookup(path, pair, role, index):
+    """The index of one side of a pair. role: "fixed" or "moving". index: {id: number}. path: of the list."""
+    if not isinstance(pair, dict) or role not in pair:
+        raise InputError(f"{path}: the pair {pair} has no \"{role}\"; every pair needs fixed and moving.")
+    if not isinstance(pair[role], str | int) or isinstance(pair[role], bool):
+        raise InputError(f"{path}: the {role} volume {pair[role]} is neither a path nor an id; correct the pair.")
+    # An id is taken as it is, because volume_id would shorten some.
+    name = str(pair[role]) if str(pair[role]) in index else volume_id(str(pair[role]))
+    if name not in index:
+        raise InputError(f"{path}: the {role} volume {name} is not among the training volumes; add it to the data "
+                         "list, or drop the pair if the volume is held out (data.val_ids, data.val_fraction).")
+    return index[name]
 
 
 def pair_files(path, number, entry, keys):
@@ -464,519 +1031,3 @@ def pair_files(path, number, entry, keys):
         if key != "name" and (not isinstance(value, str | None) or "\0" in (value or "")):
             raise InputError(f"{path}: pair {number}: {key} is {value!r}, not a path; correct it.")
     return {key: path.parent / entry[key] for key in keys if entry.get(key)}
-
-
-def _read_text(path):
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"{path}: the list cannot be read ({error.strerror}); correct its permissions.") from error
-
-
-def list_file(root):
-    """The list that data.root names or contains: a Path; None if there is none. root: a Path.
-
-    Raises InputError for a folder with two lists.
-    """
-    if not root.is_dir():
-        return root if root.is_file() else None
-    # Learn2Reg names its list after the task: OASIS_dataset.json.
-    lists = [root / "dataset.json"] if (root / "dataset.json").is_file() else sorted(root.glob("*_dataset.json"))
-    if len(lists) > 1:
-        raise InputError(f"{root}: the folder has two lists, {lists[0].name} and {lists[1].name}; give one of "
-                         "these files instead of the folder.")
-    return lists[0] if lists else None
-
-
-def _read_items(root, channels):
-    """The items of a list, folder or pattern; the segmentations in it that belong to none of them; the volumes that
-    are not read because it has NIfTI files."""
-    if root.is_dir():
-        if path := list_file(root):
-            return _from_json(path), [], []
-        inner = [root / "imagesTr"] if (root / "imagesTr").is_dir() else []
-        if not inner and Listings().label_folders(root):
-            inner = [root / name for name in sorted(os.listdir(root)) if name.lower() in IMAGE_FOLDERS]
-        paths, passed = _volumes_under(inner[0] if inner else root)
-        return *_from_paths(root, paths, channels), passed
-    if not root.exists():  # a pattern
-        above, found = _above_pattern(root), sorted(glob.glob(str(root), recursive=True))
-        paths = [path for path in map(Path, found) if ends_in(path, SUFFIXES) and path.is_file()]
-        paths = paths if OF_RESULTS.match(root.name) else _without_results(paths, above)  # it may ask for results
-        return *_from_paths(above, paths, channels), []
-    if root.suffix.lower() not in (".json", ".csv"):
-        raise InputError(f"{root}: a file, not a data folder, .json or .csv list; give the folder that holds it.")
-    return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root), [], []
-
-
-def _from_json(path):
-    content = read_json(path)
-    entries = content.get("training") if isinstance(content, dict) else None
-    if entries is None and isinstance(content, dict) and "channel_names" in content:
-        return _from_nnunet(path, content)
-    if not isinstance(entries, list):
-        raise InputError(f'{path}: there is no list under "training"; add one with an image and a label path per '
-                         "volume.")
-    modalities = content.get("modality")
-    if not isinstance(modalities, dict) or len(modalities) < 2:
-        modalities = {}
-    if not all(isinstance(word, str) for word in modalities.values()):
-        raise InputError(f"{path}: \"modality\" {modalities} is not one word per channel; correct it.")
-    entries = [_checked_entry(path, entry) for entry in entries] + _validation_entries(path, content)
-    for entry in entries:
-        if "modality" not in entry and (channel := CHANNEL.search(_stem(entry["image"]))):
-            entry["modality"] = modalities.get(str(int(channel[1])), "")
-    listings = Listings()
-    items = [_listed_item(path, path.parent, entry, listings) for entry in entries]
-    set_apart(items, path.parent)
-    return items
-
-
-def _from_nnunet(path, content):
-    """The items of an nnU-Net v2 data set: <case>_0000 and so on in imagesTr, <case> in labelsTr.
-
-    Each channel is a volume; the channels of a case share its label and its subject.
-    """
-    names, ending = content["channel_names"], content.get("file_ending", ".nii.gz")
-    if not isinstance(names, dict) or ending not in SUFFIXES:
-        raise InputError(f"{path}: channel_names {names} and file_ending {ending} are not those of nnU-Net; "
-                         "correct them.")
-    items, listings = [], Listings()
-    for name in sorted(listings[path.parent / "imagesTr"] or ()):
-        match = re.fullmatch(rf"(.+)_(\d{{4}}){re.escape(ending)}", name)
-        if not match:
-            continue
-        case, channel = match[1], int(match[2])
-        label = path.parent / "labelsTr" / f"{case}{ending}"
-        if not _is_file(label, listings):
-            raise InputError(f"{label}: the label of {name} is missing; restore it.")
-        words = {"id": case if channel == 0 else f"{case}_{match[2]}", "subject": case,
-                 "modality": str(names.get(str(channel), ""))}
-        items.append(_item(path.parent / "imagesTr" / name, label, None, words))
-    return items
-
-
-def _validation_entries(path, content):
-    """The volumes under "validation", each once, all with split "val". A pair counts as its two volumes."""
-    entries = content.get("validation", [])
-    if not isinstance(entries, list):
-        raise InputError(f"{path}: \"validation\" is not a list; give it entries like those of \"training\".")
-    by_image = {}
-    for entry in entries:
-        pair = isinstance(entry, dict) and "image" not in entry and "fixed" in entry and "moving" in entry
-        for volume in (entry["fixed"], entry["moving"]) if pair else (entry,):
-            checked = {**_checked_entry(path, volume), "split": "val"}
-            by_image[checked["image"]] = checked
-    return list(by_image.values())
-
-
-def _checked_entry(path, entry):
-    """An entry of a JSON list as {column: text}, without empty values. Raises InputError for values of other types."""
-    entry = {"image": entry} if isinstance(entry, str) else entry
-    image = entry.get("image") if isinstance(entry, dict) else None
-    further = image[1:] if isinstance(image, list) else []
-    image = image[0] if isinstance(image, list) and image else image
-    if not all(isinstance(word, str) and word and "\0" not in word for word in (image, *further)):
-        raise InputError(f"{path}: the entry {entry} has no image path; correct it.")
-    if len(further) > len(FURTHER):
-        raise InputError(f"{path}: the entry {entry} has {1 + len(further)} channels, but a volume can have at most "
-                         f"{MOST_CHANNELS}; leave some out.")
-    name = Path(image).name
-    for role in ("label", "mask"):
-        if not isinstance(entry.get(role), str | None) or "\0" in (entry.get(role) or ""):
-            raise InputError(f"{path}: the {role} {entry[role]} of {name} is not a path; correct or drop it.")
-    for role in ("subject", "modality", "split"):
-        if isinstance(entry.get(role), bool) or not isinstance(entry.get(role), str | int | None):
-            raise InputError(f"{path}: the {role} {entry[role]} of {name} is not a word; correct or drop it.")
-    # Not "id": in a JSON list it may belong to another program. A .csv list is written for OmniMorph.
-    words = {role: str(entry[role]) for role in COLUMNS if role != "id" and entry.get(role) not in (None, "")}
-    return {**words, "image": image, **dict(zip(FURTHER, further))}
-
-
-def _from_csv(path):
-    header, rows = read_csv(path, (*COLUMNS, *FURTHER))
-    if "image" not in map(str.lower, header):
-        raise InputError(f"{path}: the header {','.join(header)} has no column \"image\"; give this name to the "
-                         "column of the image paths.")
-    if not rows:
-        raise InputError(f"{path}: the list has a header but no volumes; add a row for each volume.")
-    for cell in header:  # other columns are left out, but a misnamed one would lose its labels in silence
-        word = re.sub(r"[ -]+", "_", cell.lower())
-        word = word if word in OTHER_WORDS else re.sub(r"(?:_?(?:path|file|name|id)|s)+$", "", word)
-        word = OTHER_WORDS.get(word, word)
-        if word in COLUMNS and word not in map(str.lower, header):
-            raise InputError(f'{path}: the column "{cell}" is not known; call it "{word}" if it is that, else give it '
-                             "another name.")
-    items, listings = [], Listings()
-    for line, entry in rows:
-        where = f"{path} line {line}"
-        if "image" not in entry:
-            raise InputError(f"{where}: no image path; fill the cell or remove the row.")
-        if "/" in entry.get("id", ""):
-            raise InputError(f"{where}: the id {entry['id']} contains a slash, which a file name cannot; choose "
-                             "another.")
-        items.append(_listed_item(where, path.parent, entry, listings))
-    set_apart([item for item, (_, entry) in zip(items, rows) if "id" not in entry], path.parent)
-    return items
-
-
-def read_csv(path, known):
-    """The header of a CSV file, a list of cells, and its non-blank rows, a list of (line, {column: cell}).
-
-    known: column names in lower case; none may occur twice in the header. Other columns and empty cells are left out.
-    Raises InputError if the file is not CSV in UTF-8, or if a row and the header differ in their number of cells.
-    """
-    try:
-        text = _read_text(path)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text ({error}); save it as CSV in UTF-8.") from error
-    if "\0" in text:
-        raise InputError(f"{path}: the text contains zero bytes, so the file is damaged; save it as CSV in UTF-8 "
-                         "again.")
-    # Column names contain no separator, so the header decides; csv.Sniffer would guess.
-    header = next((line for line in text.split("\n") if line.strip()), "")
-    reader = csv.reader(io.StringIO(text), delimiter=";" if header.count(";") > header.count(",") else ",", strict=True)
-    try:
-        rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
-    except csv.Error as error:
-        raise InputError(f"{path} line {reader.line_num}: not valid CSV ({error}); correct the line.") from error
-    rows = [(line, cells) for line, cells in rows if any(cells)]
-    if not rows:
-        raise InputError(f"{path}: an empty list; write a header with the column image, and a row per volume.")
-    header, entries = rows[0][1], []
-    columns = [cell.lower() for cell in header]
-    if twice := next((name for name in known if columns.count(name) > 1), None):
-        raise InputError(f"{path}: the header has the column \"{twice}\" twice; rename or remove one.")
-    for line, cells in rows[1:]:
-        if len(cells) != len(columns):
-            raise InputError(f"{path} line {line}: {len(cells)} cells, but the header has {len(columns)}; correct the "
-                             "row, and quote a path that holds the separator.")
-        entries.append((line, {name: cell for name, cell in zip(columns, cells) if cell and name in known}))
-    return header, entries
-
-
-def _listed_item(where, folder, entry, listings):
-    """The item of a list entry. where: list and line, for the errors. Raises InputError if a file is missing."""
-    paths = {role: folder / entry[role] if role in entry else None for role in ("image", "label", "mask")}
-    further = {role: folder / entry[role] for role in FURTHER if role in entry}
-    if not _is_file(paths["image"], listings):  # nnU-Net v1 lists cases, not channels
-        first = paths["image"].with_name(_stem(paths["image"]) + "_0000.nii.gz")
-        paths["image"] = first if _is_file(first, listings) else paths["image"]
-    for role, path in {**paths, **further}.items():
-        if path and not _is_file(path, listings) and not is_series(path):
-            whose = "its" if role.startswith("image") else f"the {role}"
-            raise InputError(f"{path}: the {role} listed in {where} is missing; restore it or drop {whose} entry.")
-    if entry.get("split", "train").lower() not in SPLITS:
-        raise InputError(f"{where}: the split {entry['split']} of {paths['image'].name} is not train, val or test; "
-                         "correct it, or leave it empty for training.")
-    item = _item(**paths, words=entry)
-    return {**item, "channels": list(further.values())} if further else item
-
-
-def _from_paths(root, paths, channels):
-    """The items of some volumes with their labels and masks, and the segmentations that belong to none of them.
-
-    A file named as a segmentation is not an image. A label outside labelsTr that several images would share belongs to
-    those of its shape.
-    """
-    found, items, listings = {path for path in paths if is_named_segmentation(path)}, [], Listings()
-    images = [path for path in paths if path not in found]
-    if paths and not images:
-        raise InputError(f"{root}: the names of all {len(paths)} volumes mark them as segmentations, such as "
-                         f"{paths[0].name}; give the folder of the images.")
-    places, guessed = {}, {}  # {folder of images: folders where their labels may lie}; {label: its items}
-    for image in images:
-        if image.parent not in places:
-            within = itertools.takewhile(lambda folder: folder != root.parent, image.parents)
-            above = next((folder for folder in within if folder.name.lower() in IMAGE_FOLDERS), None)
-            beside, inner = (above.parent, image.parent.relative_to(above)) if above else (image.parent, Path())
-            folders = [folder for base in dict.fromkeys((beside, root)) for folder in listings.label_folders(base)]
-            places[image.parent] = [place for folder in folders for place in dict.fromkeys((folder / inner, folder))]
-        own = _sibling(root, image, "labelsTr", listings, channels)
-        label = own or label_beside(image, listings)
-        for place in () if label else places[image.parent]:
-            label = label or _of_same_name(place, image, listings, channels) or label_beside(image, listings, place)
-        mask = _sibling(root, image, "masksTr", listings, channels)
-        items.append(_item(image, label, mask, {}))
-        if label and not own:
-            guessed.setdefault(label, []).append(items[-1])
-    masks = [folder for folder, names in listings.items() if names is not None and folder.name == "masksTr"]
-    if masks and not any(item["mask"] for item in items):
-        raise InputError(f"{masks[0]}: no mask has the name of an image, such as {items[0]['image'].name}; rename the "
-                         "masks or remove the folder.")
-    for label, several in guessed.items():
-        folders = {item["image"].parent for item in several}
-        for item in several if len(several) > 1 else ():
-            if len(folders) > 1 or not _same_shape(item["image"], label):  # s1/T1 and s2/T1 are two people
-                item["label"] = None
-    set_apart(items, root)
-    for folder in {place for folders in places.values() for place in folders}:
-        found.update(folder / name for name in listings[folder] or () if ends_in(name, SUFFIXES))
-    used = {item["label"] for item in items}
-    return items, sorted(path for path in found - used if not re.search("probseg", path.name, re.I))
-
-
-def _same_shape(image, label):
-    """Whether two files have one shape. A file that cannot be read counts as alike: reading it will tell."""
-    try:
-        return open_nifti(image).shape == open_nifti(label).shape
-    except InputError:
-        return True
-
-
-def set_apart(items, base=None):
-    """Give items of one name the ids of `names_apart`, in place; two files with the name case_7 are probably copies."""
-    for item, name in zip(items, names_apart([item["id"] for item in items], [item["image"] for item in items], base)):
-        if name != item["id"] and not re.search("[0-9]", SCAN_NUMBER.sub("", _without_scan(item["id"]))):
-            item["id"] = name
-
-
-def _volumes_under(base):
-    """Paths of the NIfTI files anywhere in a folder, or, without any, of volumes in other formats; and of the volumes
-    passed over: files that no NIfTI file is named after. Series of slices are mostly what NIfTI files were made of, and
-    so are the volumes in a folder mri of FreeSurfer.
-
-    A folder of DICOM slices is one volume. Folders of results, see OWN_RESULTS, are skipped. Linked folders come last,
-    so that a folder inside `base` keeps its own name. Raises InputError for broken links.
-    """
-    paths, lost, seen, tops, root = [], [], set(), [str(base)], os.path.realpath(base) + os.sep
-
-    def unreadable(error):
-        raise InputError(f"{error.filename}: this folder cannot be read ({error.strerror}); have its permissions "
-                         "corrected, or move it out of the data set.") from None
-
-    walks = (os.walk(top, onerror=unreadable) for top in tops)
-    for folder, inner, names in itertools.chain.from_iterable(walks):
-        real = os.path.realpath(folder)
-        # A link's own name hides that of the folder; links to BIDS folders of elsewhere are wanted.
-        hidden = SIDE_FOLDERS | NO_DATA if real.startswith(root) else SIDE_FOLDERS
-        if real in seen or folder in tops[1:] and os.path.basename(real).lower() in hidden:
-            inner.clear()
-            continue
-        seen.add(real)
-        # Names with a leading dot are unfinished writes, macOS resource forks, and the .git/annex of a DataLad set.
-        inner[:] = sorted(name for name in inner if name.lower() not in SIDE_FOLDERS | NO_DATA and name[0] != ".")
-        if folder != str(base) and _is_of_results(folder, inner, names):
-            inner.clear()
-            continue
-        if is_series(folder):  # the folder is a volume, its slices are none, and others may lie beside them
-            paths.append(Path(folder))
-            names = [name for name in names if not ends_in(name, ".dcm")]
-        tops += [os.path.join(folder, name) for name in inner if os.path.islink(os.path.join(folder, name))]
-        there = Listings()[Path(folder)] or ()
-        volumes = [name for name in sorted(names) if ends_in(name, SUFFIXES) and not name.startswith(".")]
-        paths += [Path(folder, name) for name in volumes if name in there]
-        lost += [Path(folder, name) for name in volumes if name not in there and os.path.islink(Path(folder, name))]
-    if lost:
-        raise InputError(f"{lost[0]}: a link to {os.readlink(lost[0])}, which does not exist ({len(lost)} such "
-                         f"links in {base}); fetch the content, for example with `datalad get` or `git annex get`, "
-                         "or remove the links.")
-    nifti = [path for path in paths if ends_in(path, NIFTI)]
-    if all(map(is_named_segmentation, nifti)):
-        return paths, []
-    names = set(map(_stem, nifti))
-    return nifti, [path for path in paths if not ends_in(path, NIFTI) and path.is_file() and _stem(path) not in names
-                   and not is_named_segmentation(path) and path.parent.name != "mri"]
-
-
-def _is_of_results(folder, inner, names):
-    """Whether a folder holds results of these programs. inner, names: of its folders and files."""
-    return (any(names_of <= set(names) for names_of in OWN_RESULTS)
-            or "parts" in inner and any(Path(folder).glob(PART_RESULTS)))
-
-
-def _without_results(paths, above):
-    """The files of a pattern without the results of earlier runs below `above`; all of them if it finds nothing else.
-
-    A folder of results may be that of an image too, so only files with names of results count, copies in bids/, and all
-    that OM_augment.py writes.
-    """
-    folders = {folder for path in paths for folder in path.parents if above in folder.parents}
-    of_results = {folder for folder in folders if _is_of_results(*next(os.walk(folder), (folder, [], [])))}
-    drawn = {folder for folder in of_results if (folder / "draws.jsonl").is_file()}
-    copies = {folder / "bids" for folder in of_results}
-    return [path for path in paths if not (drawn | copies).intersection(path.parents) and not (
-        OF_RESULTS.match(path.name) and of_results.intersection(path.parents))] or paths
-
-
-def _derived_segmentation(root):
-    """A segmentation in the first thousand folders of the BIDS folder of results, or None. Masks of heads are none."""
-    for folder, inner, names in itertools.islice(os.walk(root / "derivatives"), 1000):
-        inner[:] = sorted(name for name in inner if name not in ("func", "figures", "log", "logs"))
-        for name in sorted(names):
-            if (ends_in(name, NIFTI) and is_named_segmentation(name) and name[0] != "."
-                    and not re.search("probseg|mask", name, re.I)):
-                return Path(folder, name)
-    return None
-
-
-def names_apart(names, paths, base=None):
-    """The names of volumes. One that several have, or a contrast alone, is preceded by the folders below `base`.
-
-    s1/T1.nii.gz and s2/T1.nii.gz are s1_T1 and s2_T1. base: by default the folder that holds all of their folders.
-    """
-    counts, found = collections.Counter(map(as_stored, names)), []
-    if base is None and names:
-        outer = [os.path.dirname(os.path.dirname(os.path.abspath(path))) for path in paths]
-        alone = len({os.path.splitdrive(path)[0] for path in outer}) > 1  # on several disks of Windows
-        base = Path(outer[0]).anchor if alone else os.path.commonpath(outer)
-    for name, path in zip(names, paths):
-        if counts[as_stored(name)] > 1 or not _without_scan(name):
-            inner = _below(base, os.path.abspath(path)).parent.parts
-            above = (part for part in inner if part.lower() not in IMAGE_FOLDERS)
-            name = "_".join([*above, name])
-        found.append(name)
-    return found
-
-
-def is_named_segmentation(path):
-    """Whether the name of a file marks it as a segmentation, such as sub-01_dseg.nii.gz."""
-    return bool(SEGMENTATION.fullmatch(_stem(path)))
-
-
-def without_segmentations(sources):
-    """Files, folders, lists and patterns of a command line, without files named as segmentations if there are several:
-    a shell's `*` names them beside their images."""
-    return [source for source in sources if len(sources) == 1
-            or not (ends_in(source, SUFFIXES) and is_named_segmentation(source))]
-
-
-def label_beside(image, listings=None, folder=None):
-    """The segmentation that lies beside an image and is named after it, or None. listings: Listings, or None.
-
-    sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg; case_0000 and case_flair have case_seg; an
-    image that has a folder for itself or for its contrasts alone (t1, flair) has seg. Of several, it prefers a file
-    that is not a mask, then the one with most of the image's name, then the one with the same BIDS entities, then
-    with the fewest, then the first in alphabetical order. Space and resolution must be the same; space-orig and, for a
-    T1w, space-T1w count as none. folder: of the segmentations, by default that of the image.
-    """
-    image, full = Path(image), _stem(image)
-    listings, folder = Listings() if listings is None else listings, folder or image.parent
-    stem = ENTITIES.sub("", full)
-    plain = PROCESSED.sub("", stem)
-    wanted = [stem, volume_id(stem), plain, stem.rpartition("_")[0] if BIDS.match(stem) else CONTRAST.sub("", plain),
-              IMAGE_WORD.sub("", stem)]
-    wanted = [word for word in wanted if word]
-    if folder == image.parent and listings.holds_one_scan(folder):
-        wanted.append("")
-    own = {"space-orig", f"space-{stem.rpartition('_')[2]}"}
-    grid, entities = set(GRID.findall(full)) - own, set(ENTITIES.findall(full))
-    named = listings.segmentations(folder)
-    found = [(is_mask, wanted.index(word), set(ENTITIES.findall(name)) != entities, len(ENTITIES.findall(name)), name)
-             for word in set(wanted) for is_mask, name in named.get(word, ())
-             if set(GRID.findall(name)) - own == grid]
-    return folder / min(found)[-1] if found else None
-
-
-def is_one_volume(source):
-    """Whether a path names one volume, not a folder, list or pattern of several."""
-    source = Path(source)  # brackets may belong to its name
-    return ends_in(source, SUFFIXES) and not source.is_dir() and (source.is_file() or not glob.has_magic(str(source)))
-
-
-def _above_pattern(root):
-    """The folder of a list, or the last one before the first wildcard of a pattern."""
-    above = root.parent
-    while glob.has_magic(str(above)):
-        above = above.parent
-    return above
-
-
-def _sibling(root, image, kind, listings, channels):
-    """The label (kind "labelsTr") or mask ("masksTr") of an image in a folder without a list, or None.
-
-    With several channels, X_0001 may use the label or mask of its volume X.
-    """
-    folder = (image.parent.parent if image.parent.name == "imagesTr" else root) / kind
-    if listings[folder] is None:
-        return None
-    sibling = _of_same_name(folder, image, listings, channels)
-    if sibling is None and kind == "labelsTr":
-        of_case = channels == 1 and _of_same_name(folder, image, listings, channels=2)
-        several = f", or set data.channels if {of_case.name} belongs to several channels" if of_case else ""
-        raise InputError(f"{folder / image.name}: the label of {image} is missing; restore it or list the volumes in "
-                         f"{root / 'dataset.json'} without this label{several}.")
-    return sibling
-
-
-def _of_same_name(folder, image, listings, channels):
-    """The file in a folder with the name of an image, or None. With several channels X will do for X_0001."""
-    identities = (volume_id(image), case_and_channel(image)[0]) if channels > 1 else (volume_id(image),)
-    names = itertools.chain([image.name], (identity + suffix for identity in identities for suffix in SUFFIXES))
-    return next((folder / name for name in names if _is_file(folder / name, listings)), None)
-
-
-def _item(image, label, mask, words):
-    """The item of a volume, as `read_datalist` returns it. words: its id, subject, modality, split, if listed."""
-    return {"id": words.get("id") or volume_id(image), "image": image, "label": label, "mask": mask,
-            "subject": words.get("subject", ""), "modality": words.get("modality", ""),
-            "split": SPLITS.get(words.get("split", "").lower(), "")}
-
-
-def _is_file(path, listings):
-    """Whether a file exists. Each folder is listed only once: checking file by file is slow on a network disk."""
-    names = listings[path.parent]
-    if names and (path.name in names or sys.platform not in ("darwin", "win32")):
-        return path.name in names
-    return os.path.isfile(path)  # the folder cannot be listed, or the system finds other spellings too
-
-
-class Listings(dict):
-    """{folder Path: names of its files}, listed at first use; empty if a folder is unreadable, None if missing."""
-
-    def __init__(self):
-        super().__init__()
-        self.named, self.alone, self.beside = {}, {}, {}
-
-    def __missing__(self, folder):
-        try:
-            with os.scandir(folder) as entries:
-                self[folder] = {entry.name for entry in entries if entry.is_file()}
-        except (OSError, ValueError):
-            self[folder] = set() if os.path.isdir(folder) else None
-        return self[folder]
-
-    def segmentations(self, folder):
-        """Segmentations in a folder, searched once: {the name they are named after: [(whether a mask, file name)]}."""
-        if folder not in self.named:
-            self.named[folder] = found = {}
-            for name in self[folder] or ():
-                match = SEGMENTATION.fullmatch(_stem(name)) if ends_in(name, SUFFIXES) and name[0] != "." else None
-                if match and match["word"].lower() != "probseg":  # shares of one tissue, neither image nor label map
-                    entry = (match["word"].lower().rstrip("s").endswith("mask"), name)
-                    after = match["of"] or match["number"] or ""
-                    found.setdefault(ENTITIES.sub("", after), []).append(entry)
-        return self.named[folder]
-
-    def label_folders(self, folder):
-        """The folders of label maps in a folder, see LABEL_FOLDERS, the most telling names first."""
-        if folder not in self.beside:
-            try:
-                names = [name for name in os.listdir(folder) if name.lower() in LABEL_FOLDERS]
-            except OSError:  # above the data folder it may be closed
-                names = []
-            names.sort(key=lambda name: LABEL_FOLDERS.index(name.lower()))
-            self.beside[folder] = [folder / name for name in names if (folder / name).is_dir()]
-        return self.beside[folder]
-
-    def holds_one_scan(self, folder):
-        """Whether a folder holds one image besides segmentations, or images that are named by their contrast alone."""
-        if folder not in self.alone:
-            images = [_stem(name) for name in self[folder] or () if ends_in(name, SUFFIXES) and name[0] != "."
-                      and not is_named_segmentation(name)]
-            self.alone[folder] = len(images) == 1 or bool(images) and not any(map(_without_scan, images))
-        return self.alone[folder]
-
-
-def _lookup(path, pair, role, index):
-    """The index of one side of a pair. role: "fixed" or "moving". index: {id: number}. path: of the list."""
-    if not isinstance(pair, dict) or role not in pair:
-        raise InputError(f"{path}: the pair {pair} has no \"{role}\"; every pair needs fixed and moving.")
-    if not isinstance(pair[role], str | int) or isinstance(pair[role], bool):
-        raise InputError(f"{path}: the {role} volume {pair[role]} is neither a path nor an id; correct the pair.")
-    # An id is taken as it is, because volume_id would shorten some.
-    name = str(pair[role]) if str(pair[role]) in index else volume_id(str(pair[role]))
-    if name not in index:
-        raise InputError(f"{path}: the {role} volume {name} is not among the training volumes; add it to the data "
-                         "list, or drop the pair if the volume is held out (data.val_ids, data.val_fraction).")
-    return index[name]
