@@ -33,7 +33,7 @@ import numpy as np
 from Dataloader.datalist import list_file
 from Dataloader.formats import size_and_time
 from Dataloader.prepare import KINDS, describe, on_grid
-from Dataloader.staging import damaged, file_sizes, lock_at_once, stage
+from Dataloader.staging import damaged, file_sizes, lock_at_once, stage, wrong_files
 from Runtime.errors import InputError, attempt
 from Runtime.files import sha256, write_file
 
@@ -130,31 +130,18 @@ def plan(folder, items, cfg, alive=lambda: None):
     Returns: {number: record} of the parts that stay; {number: items} of those to make.
     """
     by_id = {item["id"]: item for item in items}
-    wanted = {name: entry(item, cfg["data.root"]) for name, item in by_id.items()}
     kept, taken, prepared = {}, set(), set()
     sizes = file_sizes(folder)
     for path in record_paths(folder):
-        number = int(path.stem.split("_")[1])
-        record = read_json(path)
+        number, record = int(path.stem.split("_")[1]), read_json(path)
         taken.add(number)
-        usable = record and not other_settings(record["settings"], cfg) and not wrong_files(sizes, record["files"])
-        lines = all_lines(record) if usable else []
-        ids = {line["id"] for line in lines}
-        # The list still names all volumes of the part, with the same files, unchanged. A part that an earlier cache
-        # left may hold volumes that another one holds too: they would count twice.
-        if lines and ids.isdisjoint(prepared) and all(line["id"] in wanted and all(
-                line.get(key) == value for key, value in wanted[line["id"]].items() if key not in WORDS)
-                for line in lines):
-            for line in lines:
-                line.update({word: wanted[line["id"]][word] for word in WORDS})
-            # What a refused volume lacked, such as a package or a disk, may be there by now.
-            for line in record["refused"]:
-                alive()
-                if not isinstance(attempt(line["id"], on_grid, by_id[line["id"]], cfg), str):
-                    break
-            else:
-                kept[number] = record
-                prepared |= ids
+        ids = {line["id"] for line in all_lines(record)} if record else set()
+        # A part that an earlier cache left may hold volumes that another one holds too: they would count twice.
+        if ids and ids.isdisjoint(prepared) and stays(record, by_id, cfg, sizes, alive):
+            for line in all_lines(record):
+                line.update({word: by_id[line["id"]][word] for word in WORDS})
+            kept[number] = record
+            prepared |= ids
     if not (Path(folder) / "manifest.json").is_file():
         taken = set(kept)
     left = [item for item in items if item["id"] not in prepared]
@@ -162,6 +149,22 @@ def plan(folder, items, cfg, alive=lambda: None):
     volume_bytes = cfg["data.channels"] * math.prod(cfg["data.img_size"]) * np.dtype(cfg["data.dtype"]).itemsize
     size = max(min(MOST_VOLUMES, MOST_BYTES // volume_bytes), 1)
     return kept, {next(free_numbers): left[first:first + size] for first in range(0, len(left), size)}
+
+
+def stays(record, by_id, cfg, sizes, alive):
+    """Whether a part is as `plan` would make it now. by_id: {id: item of the data list}. sizes: from `file_sizes`."""
+    if other_settings(record["settings"], cfg) or wrong_files(sizes, record["files"]):
+        return False
+    for line in all_lines(record):
+        item = by_id.get(line["id"])
+        if item is None or any(line.get(key) != value for key, value in entry(item, cfg["data.root"]).items()
+                               if key not in WORDS):
+            return False
+    for line in record["refused"]:  # what it lacked, such as a package or a disk, may be there by now
+        alive()
+        if not isinstance(attempt(line["id"], on_grid, by_id[line["id"]], cfg), str):
+            return False
+    return True
 
 
 def all_lines(record):
@@ -345,23 +348,12 @@ def some(names, most=5):
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def wrong_files(sizes, files):
-    """Texts on files that are missing or have another size. sizes: from `file_sizes`. files: {name: [bytes, ...]}."""
-    wrong = [f"{name} is missing" for name in files if name not in sizes]
-    for name, (size, _) in files.items():
-        if sizes.get(name, size) < size:
-            wrong.append(f"{name} is truncated: {sizes[name]} of {size} bytes")
-        elif sizes.get(name, size) > size:
-            wrong.append(f"{name} has {sizes[name]} bytes instead of {size}")
-    return wrong
-
-
 def verify(folder, manifest):
     """Read every file and compare it with its checksum.
 
     Returns: {file: what is wrong}, sorted by name, including files that do not belong to the cache.
     """
-    wrong = {text.split(" ")[0]: text for text in wrong_files(file_sizes(folder), manifest["files"])}
+    wrong = wrong_files(file_sizes(folder), manifest["files"])
     known = {*manifest["files"], "manifest.json", "refused.csv", "plan.json", ".lock", ".lock.claim", "lock.json",
              ".readers"}
     for name in sorted(set(os.listdir(folder)) - known):
@@ -418,10 +410,10 @@ def open_cache(folder, cfg, ranks=None):
         if lock:
             stack.enter_context(lock)
         manifest = read_manifest(folder, cfg)
-        problems = wrong_files(file_sizes(folder), manifest["files"])
-        if problems:
-            raise InputError(f"data.cache {folder} is not complete: {some(problems)}; run OM_prepare.py with this "
-                             "config and --repair.")
+        wrong = wrong_files(file_sizes(folder), manifest["files"])
+        if wrong:
+            raise InputError(f"data.cache {folder} is not complete: {some([*wrong.values()])}; run OM_prepare.py with "
+                             "this config and --repair.")
         pattern = manifest["subject_pattern"]
         if pattern != cfg["data.subject_pattern"]:
             raise InputError(f"data.cache {folder} was made with data.subject_pattern \"{pattern}\" (the config says "

@@ -78,9 +78,8 @@ def stage(folder, manifest, place, show=True):
         elif handle:
             handle.close()
         target = copy_of(manifest, parent)  # another user may have taken the name meanwhile
-    missing = not_copied(manifest, target)
-    if missing:
-        raise InputError(f"data.stage {place}: {next(iter(missing))} of the copy is missing or incomplete; remove "
+    if wrong := wrong_files(file_sizes(target), manifest["files"]):
+        raise InputError(f"data.stage {place}: {next(iter(wrong))} of the copy is missing or incomplete; remove "
                          f"{target} and start again.")
     return target
 
@@ -191,10 +190,20 @@ def file_sizes(folder):
     return sizes
 
 
-def not_copied(manifest, target):
-    """Files of the cache that the copy lacks or has with another size: {name: bytes}."""
-    sizes = file_sizes(target)
-    return {name: size for name, (size, _) in manifest["files"].items() if sizes.get(name) != size}
+def wrong_files(sizes, files):
+    """{file: what is wrong} of files that are missing or have another size.
+
+    sizes: from `file_sizes`. files: {name: [bytes, SHA-256]}.
+    """
+    wrong = {}
+    for name, (size, _) in files.items():
+        found = sizes.get(name)
+        if found is None:
+            wrong[name] = f"{name} is missing"
+        elif found != size:
+            wrong[name] = (f"{name} is truncated: {found} of {size} bytes" if found < size else
+                           f"{name} has {found} bytes instead of {size}")
+    return wrong
 
 
 def damaged(folder, files, text, alive=watchdog.goes_on, show=True):
@@ -218,20 +227,20 @@ def damaged(folder, files, text, alive=watchdog.goes_on, show=True):
 
 def make_whole(folder, manifest, target, show):
     """Copy missing and damaged files, then the manifest."""
-    missing = not_copied(manifest, target)
-    copied = {name: mark for name, mark in manifest["files"].items() if name not in missing}
+    files, wrong = manifest["files"], wrong_files(file_sizes(target), manifest["files"])
+    copied = {name: mark for name, mark in files.items() if name not in wrong}
     for name in damaged(target, copied, f"comparing {target} with its checksums", show=show):
         (target / name).unlink()
-    files = not_copied(manifest, target)
-    if not files and (target / "manifest.json").is_file():
+        wrong[name] = "damaged"
+    if not wrong and (target / "manifest.json").is_file():
         return
-    need, free = sum(files.values()), shutil.disk_usage(target).free
+    need, free = sum(files[name][0] for name in wrong), shutil.disk_usage(target).free
     if need > free:
         raise InputError(f"data.stage {target.parent}: the cache needs {need / 2 ** 30:.1f} GiB, but only "
                          f'{free / 2 ** 30:.1f} are free; name a larger folder, or set data.stage to "".')
-    for name in tqdm(files, f"copying the cache to {target}", unit="file", leave=False, disable=not show):
+    for name in tqdm(wrong, f"copying the cache to {target}", unit="file", leave=False, disable=not show):
         watchdog.goes_on()
-        copy_file(folder / name, target / name, manifest["files"][name][1])
+        copy_file(folder / name, target / name, files[name][1])
     copy_file(folder / "manifest.json", target / "manifest.json")
 
 
