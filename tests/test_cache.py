@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 
-import OM_prepare
 from Dataloader import cache, staging
 from Dataloader.datalist import list_volumes, read_datalist
 from Dataloader.dataset import as_float, epoch_batches, read_datasets
@@ -31,7 +30,7 @@ from Runtime.global_batch import Split
 from Runtime.launch import Ranks
 from Runtime.progress import Progress
 from tests import launching
-from tests.tiny import ROOT, add_masks, arguments, config, make_data
+from tests.tiny import ROOT, add_masks, arguments, config, make_data, run_prepare
 
 COUNT, SIDE = 40, 20
 LOCKS = {".lock", "lock.json", ".readers"}
@@ -65,42 +64,8 @@ if __name__ == "__main__":
             pids.append(sorted(worker.pid for worker in multiprocessing.active_children()))
         print(bool(place), workers, total.hexdigest(), len(pids[0]), pids[0] == pids[1], flush=True)
 """
-READER = """
-import sys, time
-from pathlib import Path
-from Dataloader.dataset import read_datasets
-from tests.tiny import config
-kept = read_datasets(config(Path(sys.argv[1]), data__cache=sys.argv[2]))
-print("reading", flush=True)
-time.sleep(600)
-"""
-STAGER = """
-import json, sys
-from pathlib import Path
-from Dataloader.staging import release, stage
-folder = Path(sys.argv[1])
-try:
-    print(stage(folder, json.loads((folder / "manifest.json").read_text()), sys.argv[2]), flush=True)
-except ValueError as error:
-    print("error:", error, flush=True)
-for line in sys.stdin:
-    release(remove=line.strip() == "remove")
-    print("released", flush=True)
-"""
-RESTAGER = """
-import json, os, random, sys
-from pathlib import Path
-from Dataloader.staging import release, stage
-rng = random.Random(int(sys.argv[4]))
-for _ in range(int(sys.argv[5])):
-    folder = Path(sys.argv[rng.choice((1, 2))])
-    manifest = json.loads((folder / "manifest.json").read_text())
-    copy = stage(folder, manifest, sys.argv[3])
-    for name, (size, _) in manifest["files"].items():
-        assert (copy / name).stat().st_size == size
-    release(remove=rng.random() < 0.5)
-print("done")
-"""
+EVERYBODY = {"data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0, "data__expect_samples": 0}
+FORK = multiprocessing.get_context("fork")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,24 +114,9 @@ def prepare(folder, place, *more, limit=None, seconds=240, **changes):
     return launching.run(command(folder, place, *more, **changes), seconds, env=environment(), preexec_fn=full)
 
 
-def one_by_one(function, tasks, _workers, _what, begin, arguments, meanwhile):
-    """run_tasks without processes of its own."""
-    begin(*arguments)
-    for task in tasks:
-        result = function(*task)
-        meanwhile()
-        yield task, result
-
-
 def run_here(folder, place, *more, page=False, workers=False, **changes):
-    """OM_prepare.py's main in this process, without its page and workers: those take most of a short run."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not workers:
-            patch.setattr(OM_prepare, "WORKER", {})
-            patch.setattr(OM_prepare, "run_tasks", one_by_one)
-        if not page:
-            patch.setattr(OM_prepare, "write_report", lambda *arguments: "no page")
-        return OM_prepare.main(words(folder, place, *more, **changes))
+    """OM_prepare.py's main in this process, see `run_prepare`."""
+    return run_prepare(words(folder, place, *more, **changes), page, workers)
 
 
 def contents(folder):
@@ -220,14 +170,14 @@ def test_files_of_a_folder_that_is_no_cache_are_left_alone(tmp_path, capsys):
         with pytest.raises(InputError):
             read_datasets(cached(tmp_path, place))  # a training that comes first makes it no cache
         for more in ((), ("--fresh",), ("--repair",)):
-            assert run_here(tmp_path, place, "--workers", "1", *more) == STOP
+            assert run_here(tmp_path, place, *more) == STOP
             assert f"OM_prepare.py did not write its {name}, and would replace" in one_sentence(capsys.readouterr().err)
         assert [path.name for path in place.iterdir()] == [name] and (place / name).read_text() == '{"my": "own"}'
     (place / "plan.json").rename(place / ".plan.json.tmp-1")  # as a kill leaves it
-    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    assert run_here(tmp_path, place) == DONE
     for path in place.glob("*.json"):
         path.write_text("damaged")
-    assert run_here(tmp_path, place, "--repair", "--workers", "1") == DONE
+    assert run_here(tmp_path, place, "--repair") == DONE
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +185,7 @@ def made(tmp_path_factory):
     """A folder with data/ of three parts and cache/, which an undisturbed run with two workers has made."""
     folder = write_volumes(tmp_path_factory.mktemp("made"), range(COUNT))
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert run_here(folder, folder / "cache", "--workers", "2", page=True, workers=True) == DONE
+        assert run_here(folder, folder / "cache", "--workers", "2", workers=True) == DONE
     assert f"{COUNT} volumes ({COUNT} with labels), 0 refused" in said.getvalue()
     return folder
 
@@ -260,10 +210,8 @@ def test_a_run_makes_a_few_large_files_that_hold_every_volume(made):
              for kind, suffix in (("images", "npy"), ("labels", "npy"), ("volumes", "json"))]
     assert set(files) == {*parts, "manifest.json"}
     assert not (made / "cache/lock.json").exists()
-    page = (made / "Logs/demo_prepared.html").read_text()
-    assert "Prepared: demo" in page and "data:image/png" in page
-    cfg = cached(made, made / "cache", data__train_ids="")
-    dataset, held_out, _ = read_datasets({**cfg, "data.val_ids": "", "data.val_fraction": 0})
+    cfg = cached(made, made / "cache", **EVERYBODY)
+    dataset, held_out, _ = read_datasets(cfg)
     assert len(dataset) == COUNT and not len(held_out)
     for index in (0, 15, 16, 39):
         item = {"id": "", "image": made / f"data/imagesTr/v_{index:05d}.nii", "mask": None,
@@ -327,7 +275,7 @@ def test_export_writes_nifti_on_the_grid_and_on_the_grid_of_the_file(made, tmp_p
 def test_2d_images_go_the_whole_way(tmp_path):
     write_dataset(tmp_path / "data", range(8), 24, dims=2)
     changes = {"model__dims": 2, "data__img_size": "[16, 24]"}
-    assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", page=True, **changes) == DONE
+    assert run_here(tmp_path, tmp_path / "cache", **changes) == DONE
     cfg = cached(tmp_path, tmp_path / "cache", **changes)
     dataset, held_out, listed = read_datasets(cfg)
     assert held_out.label(1).shape == (1, 16, 24) and set(held_out.label(1).unique().tolist()) > {0, 1}
@@ -346,7 +294,7 @@ def test_2d_images_go_the_whole_way(tmp_path):
 @pytest.mark.slow
 def test_training_data_are_those_of_the_files_bit_for_bit_with_any_number_of_workers(tmp_path):
     add_masks(make_data(tmp_path, size=20))
-    assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", data__dtype="float32") == DONE
+    assert run_here(tmp_path, tmp_path / "cache", data__dtype="float32") == DONE
     (tmp_path / "same.py").write_text(SAME_DATA)
     run = launching.run([sys.executable, tmp_path / "same.py", tmp_path, tmp_path / "cache"], env=environment())
     assert run.returncode == 0, run.stderr
@@ -411,7 +359,7 @@ def test_one_at_a_time_and_a_killed_worker_is_one_sentence(made, tmp_path, capsy
     _, said = process.communicate(timeout=60)
     assert process.returncode == STOP and "fewer --workers than 2" in one_sentence(said)
     assert not (place / "manifest.json").exists() and not (place / "lock.json").exists()
-    assert run_here(made, place, "--workers", "1") == DONE
+    assert run_here(made, place) == DONE
     assert contents(place) == contents(made / "cache")
 
 
@@ -428,7 +376,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(made, tmp_p
     with pytest.raises(InputError, match=f"not complete: (32|40) of its {COUNT} volumes are missing .v_00000, v_00001, "
                                          "v_00002, v_00003, v_00004 and (27|35) more.; run OM_prepare.py"):
         read_datasets(cached(made, place))
-    assert run_here(made, place, "--workers", "1") == DONE
+    assert run_here(made, place) == DONE
     assert contents(place) == contents(made / "cache")
 
 
@@ -462,7 +410,7 @@ def test_every_damage_is_named_and_repaired(made, place, capsys):
                  "images_00000.npy.bak does not belong"):
         assert text in out
     assert len(out.splitlines()) == 8 and "5 of 9 files are damaged" in one_sentence(err) and "--repair" in err
-    assert run_here(made, place, "--repair", "--workers", "1") == DONE
+    assert run_here(made, place, "--repair") == DONE
     assert "rebuilding 3 parts that are damaged or lack a volume" in capsys.readouterr().out
     kept = contents(place)
     for name in ("notes.txt", "volumes_old.json", "images_00000.npy.bak"):
@@ -540,50 +488,63 @@ def test_a_flipped_voxel_is_found_before_the_training(made, place):
 # Who reads it
 # ---------------------------------------------------------------------------------------------------------------------
 
+def forked(target, *arguments):
+    """A process that calls target(*arguments, pipe), and the other end of its pipe."""
+    pipe, inner = FORK.Pipe()
+    process = FORK.Process(target=target, args=(*arguments, inner), daemon=True)
+    process.start()
+    return process, pipe
+
+
+def hold_cache(folder, place, pipe):
+    """In a process of its own: read a cache as a training does, until it is killed."""
+    kept = read_datasets(cached(folder, place))
+    pipe.send(len(kept[0]))
+    time.sleep(600)
+
+
 @pytest.mark.slow
 def test_nothing_is_taken_from_under_a_training(tmp_path, capsys):
     write_volumes(tmp_path, range(20))
     place = tmp_path / "cache"
-    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    assert run_here(tmp_path, place) == DONE
     before = contents(place)
-    process = launching.start([sys.executable, "-c", READER, str(tmp_path), str(place)], stdout=subprocess.PIPE,
-                              text=True, env=environment())
+    process, pipe = forked(hold_cache, tmp_path, place)
     try:
-        assert process.stdout.readline() == "reading\n"
+        assert pipe.recv() == 6
         for option in ("--fresh", "--repair"):
             assert run_here(tmp_path, place, option) == STOP
             assert f"data.cache {place} is in use by a training run" in one_sentence(capsys.readouterr().err)
             assert contents(place) == before
         write_volumes(tmp_path, range(3, 4))  # at another time: its part is made anew
         write_volumes(tmp_path, range(100, 101))
-        assert run_here(tmp_path, place, "--workers", "1") == DONE
+        assert run_here(tmp_path, place) == DONE
         assert "a training run reads this cache, so 3 old files stay" in capsys.readouterr().out
         arrays = {name: data for name, data in before.items() if name.endswith(".npy")}
         assert arrays.items() <= contents(place).items()
         assert len(read_datasets(cached(tmp_path, place, data__train_ids="", data__val_ids="100"))[0]) == 20
     finally:
         process.kill()  # a training that dies holds nothing
-        process.wait()
-    assert run_here(tmp_path, place, "--workers", "1") == DONE
+        process.join()
+    assert run_here(tmp_path, place) == DONE
     assert "images_00000.npy" not in contents(place)
     assert run_here(tmp_path, place, "--verify") == DONE
-    assert run_here(tmp_path, place, "--fresh", "--workers", "1") == DONE
+    assert run_here(tmp_path, place, "--fresh") == DONE
 
 
 def test_a_volume_that_left_the_list_and_came_back_under_a_training_is_there_once(tmp_path):
     """The part that the training holds and the part made without the volume were both intact: two were there twice."""
     write_volumes(tmp_path, range(3))
     place, kinds = tmp_path / "cache", ("imagesTr", "labelsTr")
-    everything = {"data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0, "data__expect_samples": 3}
-    assert run_here(tmp_path, place, "--workers", "1") == DONE
-    training = read_datasets(cached(tmp_path, place, **everything))[0]
+    assert run_here(tmp_path, place) == DONE
+    training = read_datasets(cached(tmp_path, place, **EVERYBODY))[0]
     for kind in kinds:
         (tmp_path / f"data/{kind}/v_00002.nii").rename(tmp_path / kind)
-    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    assert run_here(tmp_path, place) == DONE
     for kind in kinds:
         (tmp_path / kind).rename(tmp_path / f"data/{kind}/v_00002.nii")
-    assert run_here(tmp_path, place, "--workers", "1") == DONE
-    found = read_datasets(cached(tmp_path, place, **everything))[0]
+    assert run_here(tmp_path, place) == DONE
+    found = read_datasets(cached(tmp_path, place, **EVERYBODY))[0]
     assert [item["id"] for item in found.items] == ["v_00000", "v_00001", "v_00002"]
     assert torch.equal(found.image(1), training.image(1))
 
@@ -597,17 +558,16 @@ def test_a_part_that_was_begun_has_no_record_of_an_earlier_one(tmp_path, monkeyp
 
     write_volumes(tmp_path, range(cache.MOST_VOLUMES + 1), side=8)
     place, write_json, file = tmp_path / "cache", cache.write_json, tmp_path / "data/imagesTr/v_00000.nii"
-    changes = {"data__img_size": 8, "data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0,
-               "data__expect_samples": 0}
-    assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
+    changes = {**EVERYBODY, "data__img_size": 8}
+    assert run_here(tmp_path, place, **changes) == DONE
     (place / "manifest.json").unlink()
     (place / "volumes_00001.json").unlink()
     shutil.move(file, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(cache, "write_json", killed)
-        assert run_here(tmp_path, place, "--workers", "1", **changes) != DONE
+        assert run_here(tmp_path, place, **changes) != DONE
     shutil.move(tmp_path / file.name, file)
-    assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
+    assert run_here(tmp_path, place, **changes) == DONE
     cfg = cached(tmp_path, place, **changes)
     found = read_datasets(cfg)[0]
     for item, image in zip(list_volumes(tmp_path / "data"), found.images, strict=True):
@@ -683,13 +643,13 @@ def test_other_words_of_the_list_read_no_volume_again(made, place, tmp_path, cap
             for number in range(COUNT)]
     changes = {"data__root": tmp_path / "list.csv"}
     (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows]))
-    assert run_here(made, place, "--fresh", "--workers", "1", **changes) == DONE
+    assert run_here(made, place, "--fresh", **changes) == DONE
     before = marks(place)
     words_of = [f"p{number // 2},{'val' if number < 4 else ''}" for number in range(COUNT)]
     lines = [f"{row},{word}" for row, word in zip(rows, words_of)]
     (tmp_path / "list.csv").write_text("\n".join(["image,label,subject,split", *lines]))
     capsys.readouterr()
-    assert run_here(made, place, "--workers", "1", **changes) == DONE
+    assert run_here(made, place, **changes) == DONE
     assert f"{COUNT} of {COUNT} volumes are there already" in capsys.readouterr().out
     assert all(marks(place)[name] == mark for name, mark in before.items() if name.endswith(".npy"))
     cfg = cached(made, place, data__train_ids="", data__val_ids="", **changes)
@@ -707,7 +667,7 @@ def test_an_edited_list_is_refused_until_the_cache_is_made_anew(tmp_path, monkey
     changes = {"data__root": path, "data__train_ids": "", "data__val_ids": "", "data__img_size": 8,
                "data__expect_samples": 0}
     path.write_text("\n".join(["image", *rows]))
-    assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
+    assert run_here(tmp_path, place, **changes) == DONE
     cfg, before = cached(tmp_path, place, **changes), marks(place)
     assert [len(part) for part in read_datasets(cfg)[:2]] == [6, 0]
     path.write_text("\n".join(["image,split", *(f"{row},{'val' if row > rows[3] else ''}" for row in rows)]))
@@ -718,7 +678,7 @@ def test_an_edited_list_is_refused_until_the_cache_is_made_anew(tmp_path, monkey
     monkeypatch.setenv("OMNIMORPH_ROUND", "3")  # a restart of a campaign
     assert [len(part) for part in read_datasets(cfg)[:2]] == [6, 0] and "has changed since" in capsys.readouterr().err
     monkeypatch.delenv("OMNIMORPH_ROUND")
-    assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
+    assert run_here(tmp_path, place, **changes) == DONE
     # Records too: with new ones beside the old manifest, a restart would take the cache for a damaged one.
     assert [name for name, mark in marks(place).items() if before.get(name) != mark] == ["manifest.json"]
     assert run_here(tmp_path, place, "--verify", **changes) == DONE
@@ -731,7 +691,7 @@ def test_a_cache_without_a_mark_of_its_list_stays_usable_and_a_new_list_counts(t
     folder = make_data(tmp_path, size=8) / "data"
     shutil.move(folder / "dataset.json", tmp_path / "kept.json")
     place, changes = tmp_path / "cache", {"data__img_size": 8}
-    assert run_here(tmp_path, place, "--workers", "1", **changes) == DONE
+    assert run_here(tmp_path, place, **changes) == DONE
     cfg = cached(tmp_path, place, **changes)
     assert len(read_datasets(cfg)[0]) == 6
     shutil.move(tmp_path / "kept.json", folder / "dataset.json")
@@ -776,7 +736,7 @@ def test_a_part_of_other_settings_is_made_anew(made, place):
 def test_fresh_replaces_the_cache_and_leaves_what_is_not_of_it(made, place, capsys):
     for name in ("notes.txt", "volumes_old.json", "images_00000.npy.bak"):
         (place / name).write_text("ours")
-    assert run_here(made, place, "--fresh", "--workers", "1", data__dtype="float16", data__root=made / "data") == DONE
+    assert run_here(made, place, "--fresh", data__dtype="float16", data__root=made / "data") == DONE
     assert all((place / name).read_text() == "ours" for name in ("notes.txt", "volumes_old.json"))
     cfg = cached(made, place, data__dtype="float16")
     assert read_datasets(cfg)[0].images[0].dtype == np.float16
@@ -808,13 +768,14 @@ def spoil(folder):
 def test_refused_volumes_are_left_out_and_reported(tmp_path, capsys):
     write_volumes(tmp_path, range(8))
     reasons, place = spoil(tmp_path), tmp_path / "cache"
-    assert run_here(tmp_path, place, "--workers", "2", page=True) == DONE
+    assert run_here(tmp_path, place, page=True) == DONE
     printed = capsys.readouterr().out
     assert "8 volumes (8 with labels), 5 refused" in printed
     rows = {row["id"]: row for row in csv.DictReader(open(place / "refused.csv", encoding="utf-8"))}
     assert set(rows) == set(reasons)
     refused = {name: (file, why) for name, file, why in json.loads((place / "manifest.json").read_text())["refused"]}
     page = (tmp_path / "Logs/demo_prepared.html").read_text()
+    assert "Prepared: demo" in page and "data:image/png" in page
     for name, word in reasons.items():
         assert word in rows[name]["reason"] and f"refused {name}: {rows[name]['reason']}" in printed
         assert refused[name] == (rows[name]["image"], rows[name]["reason"])
@@ -823,7 +784,7 @@ def test_refused_volumes_are_left_out_and_reported(tmp_path, capsys):
         read_datasets(cached(tmp_path, place, data__expect_samples=9))
     assert len(read_datasets(cached(tmp_path, place))[0]) == 6
     write_volumes(tmp_path, [12, 13])
-    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    assert run_here(tmp_path, place) == DONE
     assert "10 volumes (10 with labels), 3 refused" in capsys.readouterr().out
     assert len(list(csv.DictReader(open(place / "refused.csv", encoding="utf-8")))) == 3
     assert run_here(tmp_path, place, "--verify") == DONE
@@ -836,7 +797,7 @@ def test_a_refused_volume_is_tried_again_even_if_its_file_looks_the_same(tmp_pat
     for content, ids in ((bytes(len(whole)), ["v_00000"]), (whole, [])):  # the first of all is no reason to stop
         first.write_bytes(content)
         os.utime(first, (1e9, 1e9))
-        assert run_here(tmp_path, place, "--workers", "1") == DONE
+        assert run_here(tmp_path, place) == DONE
         assert f"{3 - len(ids)} volumes ({3 - len(ids)} with labels), {len(ids)} refused" in capsys.readouterr().out
         assert (place / "refused.csv").exists() == bool(ids)
         assert [line[0] for line in json.loads((place / "manifest.json").read_text())["refused"]] == ids
@@ -850,7 +811,7 @@ def test_names_that_are_not_utf8_are_prepared_and_refused_by_name(tmp_path, caps
         for kind in ("imagesTr", "labelsTr"):
             (tmp_path / f"data/{kind}/v_0000{number}.nii").rename(tmp_path / f"data/{kind}/{os.fsdecode(name)}.nii")
     write_raw(tmp_path / "data/imagesTr" / os.fsdecode(b"K\xf6nig.nii"), np.full((SIDE,) * 3, 7, np.int16))
-    assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", page=True) == DONE
+    assert run_here(tmp_path, tmp_path / "cache", page=True) == DONE
     assert "2 volumes (2 with labels), 1 refused" in capsys.readouterr().out
     assert b"\nK\xf6nig," in (tmp_path / "cache/refused.csv").read_bytes()
 
@@ -875,19 +836,10 @@ def test_a_volume_too_large_for_the_memory_is_refused_by_name(tmp_path, side):
     assert f"{large}: too large for the free memory (" in record["refused"][0]["reason"]
 
 
-def test_a_volume_of_one_intensity_on_the_grid_is_refused(tmp_path, capsys):
-    write_volumes(tmp_path, range(3))
-    bright = np.random.default_rng(0).integers(5000, 6000, (SIDE,) * 3).astype(np.int16)
-    write_raw(tmp_path / "data/imagesTr/v_00001.nii", bright)
-    assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", "--set", "data.window=[0,1000]") == DONE
-    assert "2 volumes (2 with labels), 1 refused" in capsys.readouterr().out
-    assert "v_00001.nii: all of it is one intensity" in (tmp_path / "cache/refused.csv").read_text()
-
-
 def test_no_usable_volume_at_all_is_an_error(tmp_path, capsys):
     for number in range(3):
         write_raw(tmp_path / f"data/v_{number}.nii", np.full((SIDE,) * 3, 7, np.int16))
-    assert run_here(tmp_path, tmp_path / "cache", "--workers", "1") == STOP
+    assert run_here(tmp_path, tmp_path / "cache") == STOP
     said = one_sentence(capsys.readouterr().err)
     assert "none of the 3 volumes can be used" in said and "v_0.nii: every voxel" in said
     assert not (tmp_path / "cache/manifest.json").exists()
@@ -897,7 +849,7 @@ def test_no_usable_volume_at_all_is_an_error(tmp_path, capsys):
 def test_added_changed_and_removed_volumes(tmp_path):
     write_volumes(tmp_path, range(36))
     place = tmp_path / "cache"
-    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    assert run_here(tmp_path, place) == DONE
     inodes = {path.name: path.stat().st_ino for path in place.glob("*_0*")}
     images = tmp_path / "data/imagesTr"
     shutil.copyfile(images / "v_00000.nii", images / "v_00020.nii")
@@ -905,12 +857,12 @@ def test_added_changed_and_removed_volumes(tmp_path):
     for kind in ("imagesTr", "labelsTr"):
         (tmp_path / f"data/{kind}/v_00025.nii").unlink()
     write_volumes(tmp_path, range(100, 103))
-    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    assert run_here(tmp_path, place) == DONE
     now = {path.name: path.stat().st_ino for path in place.glob("*_0*")}
     assert {name[-9:-4] for name in now if name.startswith("images")} == {"00000", "00002", "00003", "00004"}
     assert {name: inode for name, inode in now.items() if name[-9:-4] in ("00000", "00002")
             or name in ("volumes_00000.json", "volumes_00002.json")}.items() <= inodes.items()
-    cfg = cached(tmp_path, place, data__train_ids="", data__val_ids="", data__val_fraction=0)
+    cfg = cached(tmp_path, place, **EVERYBODY)
     dataset = read_datasets(cfg)[0]
     names = [item["id"] for item in dataset.items]
     assert names == [f"v_{number:05d}" for number in (*range(25), *range(26, 36), *range(100, 103))]
@@ -925,17 +877,28 @@ def test_added_changed_and_removed_volumes(tmp_path):
 # Staging
 # ---------------------------------------------------------------------------------------------------------------------
 
-def stager(source, place):
-    return launching.start([sys.executable, "-c", STAGER, str(source), str(place)], stdin=subprocess.PIPE,
-                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment())
+def take_copy(source, place, pipe):
+    """In a process of its own: make or take a copy and tell where it is, then give it back as told."""
+    pipe.send(str(staging.stage(source, cache.read_json(source / "manifest.json"), str(place))))
+    while True:
+        staging.release(remove=pipe.recv() == "remove")
+        pipe.send("released")
 
 
-def let_go(process, how):
-    process.stdin.write(f"{how}\n")
-    process.stdin.flush()
-    assert process.stdout.readline() == "released\n"
-    process.stdin.close()
-    process.wait(timeout=30)
+def let_go(process, pipe, how="keep"):
+    """End a process of `take_copy` after it has given its copy back."""
+    pipe.send(how)
+    assert pipe.recv() == "released"
+    process.kill()
+    process.join()
+
+
+def staged_here(place, stage):
+    """The folder of a copy that this process makes or takes, and gives back again."""
+    try:
+        return staging.stage(place, json.loads((place / "manifest.json").read_text()), str(stage))
+    finally:
+        staging.release()
 
 
 def marks(folder):
@@ -945,18 +908,16 @@ def marks(folder):
 
 @pytest.mark.timeout(120)
 def test_ranks_of_a_node_share_one_copy_which_the_last_one_removes(made, tmp_path):
-    both = [stager(made / "cache", tmp_path) for _ in range(2)]
-    copies = {process.stdout.readline().strip() for process in both}
-    assert len(copies) == 1 and copies != {""}
-    copy = Path(copies.pop())
+    both = [forked(take_copy, made / "cache", tmp_path) for _ in range(2)]
+    [copy] = {Path(pipe.recv()) for _, pipe in both}
     assert contents(copy) == contents(made / "cache") and os.listdir(tmp_path) == [copy.name]
     before = marks(copy)
-    third = stager(made / "cache", tmp_path)
-    assert third.stdout.readline().strip() == str(copy) and marks(copy) == before
-    let_go(both[0], "remove")
-    let_go(third, "keep")
+    third = forked(take_copy, made / "cache", tmp_path)
+    assert third[1].recv() == str(copy) and marks(copy) == before
+    let_go(*both[0], "remove")
+    let_go(*third)
     assert marks(copy) == before, "one process still holds it"
-    let_go(both[1], "remove")
+    let_go(*both[1], "remove")
     assert not os.listdir(tmp_path)
 
 
@@ -964,53 +925,39 @@ def test_ranks_of_a_node_share_one_copy_which_the_last_one_removes(made, tmp_pat
 def test_a_copy_nobody_holds_stays_for_the_same_cache_and_gives_way_to_another(made, place, tmp_path):
     stage = tmp_path / "stage"
     stage.mkdir()
-    first = stager(made / "cache", stage)
-    copy = Path(first.stdout.readline().strip())
+    first = forked(take_copy, made / "cache", stage)
+    copy = Path(first[1].recv())
     before = marks(copy)
-    first.kill()
-    first.wait()
+    first[0].kill()
+    first[0].join()
     for name in ("images_00000.npy", "manifest.json"):
         assert (copy / name).exists()
-    again = stager(made / "cache", stage)
-    assert again.stdout.readline().strip() == str(copy) and marks(copy) == before
+    again = forked(take_copy, made / "cache", stage)
+    assert again[1].recv() == str(copy) and marks(copy) == before
     manifest = json.loads((place / "manifest.json").read_text())
     manifest["refused"] = [["other", "other", "another cache"]]
     cache.write_json(place, "manifest.json", manifest)
-    held = stager(place, stage)
-    other = Path(held.stdout.readline().strip())
+    held = forked(take_copy, place, stage)
+    other = Path(held[1].recv())
     assert other != copy and marks(copy) == before, "it is held"
-    let_go(again, "keep")
-    let_go(held, "keep")
-    last = stager(place, stage)
-    assert last.stdout.readline().strip() == str(other)
+    let_go(*again)
+    let_go(*held)
+    last = forked(take_copy, place, stage)
+    assert last[1].recv() == str(other)
     assert not copy.exists() and os.listdir(stage) == [other.name]
-    let_go(last, "remove")
+    let_go(*last, "remove")
 
 
-@pytest.mark.timeout(120)
 def test_a_damaged_file_is_found_while_it_is_copied(made, place, tmp_path):
     stage = tmp_path / "stage"
     stage.mkdir()
     flip(place / "images_00001.npy")
-    process = stager(place, stage)
-    assert f"error: {place / 'images_00001.npy'} is damaged" in process.stdout.readline()
-    process.stdin.close()
-    process.wait(timeout=30)
+    with pytest.raises(InputError, match=f"{place / 'images_00001.npy'} is damaged"):
+        staged_here(place, stage)
     [copy] = stage.iterdir()
     assert not (copy / "manifest.json").exists() and not list(copy.glob("images_00001*"))
     shutil.copyfile(made / "cache/images_00001.npy", place / "images_00001.npy")
-    process = stager(place, stage)
-    assert process.stdout.readline().strip() == str(copy)
-    assert contents(copy) == contents(place)
-    let_go(process, "remove")
-
-
-def staged_here(place, stage):
-    """The folder of a copy that this process makes or takes, and gives back again."""
-    try:
-        return staging.stage(place, json.loads((place / "manifest.json").read_text()), str(stage))
-    finally:
-        staging.release()
+    assert staged_here(place, stage) == copy and contents(copy) == contents(place)
 
 
 def test_a_copy_is_for_its_user_alone(made, tmp_path):
@@ -1081,6 +1028,17 @@ def test_a_copy_of_an_earlier_round_is_compared_with_its_checksums(made, tmp_pat
     assert changed == {"images_00001.npy", "labels_00002.npy", "manifest.json"}
 
 
+def restage(seed, one, two, stage):
+    """In a process of its own: take copies of two caches in turn, and find each whole."""
+    rng = random.Random(seed)
+    for _ in range(15):
+        folder = rng.choice((one, two))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        copy = staging.stage(folder, manifest, str(stage))
+        assert all((copy / name).stat().st_size == size for name, (size, _) in manifest["files"].items())
+        staging.release(remove=rng.random() < 0.5)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_trainings_that_come_and_go_never_see_half_a_copy(tmp_path):
@@ -1090,12 +1048,13 @@ def test_trainings_that_come_and_go_never_see_half_a_copy(tmp_path):
         files = {f"{number}.npy": cache.write_bytes(tmp_path / word, f"{number}.npy", word.encode())
                  for number in range(150)}
         (tmp_path / word / "manifest.json").write_text(json.dumps({"files": files, "sha256": word * 8}))
-    folders = [str(tmp_path / word) for word in ("one", "two", "stage")]
-    several = [launching.start([sys.executable, "-c", RESTAGER, *folders, str(seed), "15"], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, env=environment()) for seed in range(4)]
+    folders = [tmp_path / word for word in ("one", "two", "stage")]
+    several = [FORK.Process(target=restage, args=(seed, *folders), daemon=True) for seed in range(4)]
     for process in several:
-        out, err = process.communicate(timeout=100)
-        assert process.returncode == 0 and out == "done\n", err
+        process.start()
+    for process in several:
+        process.join(100)
+        assert process.exitcode == 0
 
 
 def test_staged_training_data_and_places_that_cannot_be(made, tmp_path, monkeypatch):
@@ -1143,8 +1102,7 @@ def test_fifteen_thousand_volumes_open_in_seconds(tmp_path):
         home = tmp_path / str(count)
         for number in range(count):
             write_raw(home / f"data/imagesTr/v_{number:05d}.nii", rng.integers(0, 99, (16, 16, 16), np.uint8))
-        changes = {"data__train_ids": '""', "data__val_ids": '""', "data__val_fraction": 0,
-                   "data__expect_samples": count}
+        changes = {**EVERYBODY, "data__expect_samples": count}
         assert prepare(home, home / "cache", seconds=600, **changes).returncode == DONE
         for workers in (0, 2):
             cfg = cached(home, home / "cache", data__num_workers=workers, **changes)

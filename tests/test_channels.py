@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import OM_augment
-import OM_prepare
 import OM_register
 import OM_train_3modes as om
 from Dataloader import cache
@@ -26,7 +25,7 @@ from Inference.load_model import load_model
 from Inference.registration import register
 from Runtime.errors import InputError
 from tests import tiny
-from tests.tiny import QUICK, config, final_sha256, log_lines, make_data
+from tests.tiny import QUICK, config, final_sha256, log_lines, make_data, run_prepare
 
 ROW = {"model__name": "om_net", **QUICK}
 TWO = {**ROW, "data__channels": 2}
@@ -195,7 +194,7 @@ def test_data_channels_is_named_only_where_it_counts(tmp_path, read, end):
 def test_a_cache_gives_back_each_channel(data, tmp_path):
     changes = {"data__cache": tmp_path / "cache", "run__logs": tmp_path / "Logs", "data__dtype": "float32"}
     cfg, command = config(data, **TWO, **changes), options(data, tmp_path, **changes)
-    assert OM_prepare.main(command) == 0
+    assert run_prepare(command) == 0
     train, _, _ = read_datasets(cfg)
     item = next(item for item in read_datalist(data / "data", channels=2) if item["id"] == train.items[3]["id"])
     prepared = on_grid(item, cfg)
@@ -205,7 +204,7 @@ def test_a_cache_gives_back_each_channel(data, tmp_path):
         back = to_original(prepared["image"][channel], line, channel)
         limits = read_volume(path)[0].min(), read_volume(path)[0].max()
         assert limits[0] - 1e-3 <= back.min() and back.max() <= limits[1] + 1e-3
-    assert OM_prepare.main([*command, "--export", item["id"], str(tmp_path / "out")]) == 0
+    assert run_prepare([*command, "--export", item["id"], str(tmp_path / "out")]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {f"{item['id']}_image_grid.nii.gz", f"{item['id']}_image_2_original.nii.gz"} <= names
 
@@ -214,12 +213,12 @@ def test_a_changed_channel_is_prepared_anew(tmp_path):
     files(tmp_path / "data", [f"{name}_{number:04d}.nii" for name in "abc" for number in (0, 1)])
     cfg = config(tmp_path, **TWO, data__cache=tmp_path / "cache")
     command = options(tmp_path, tmp_path, data__cache=tmp_path / "cache", data__train_ids="", data__val_ids="")
-    assert OM_prepare.main(command) == 0
+    assert run_prepare(command) == 0
     before = open_cache(tmp_path / "cache", cfg)
     old = np.array(cache.Rows(before["folder"], "image", before["items"], keep=False)[0])
     array, affine = read_volume(tmp_path / "data/a_0001.nii")
     write_volume(tmp_path / "data/a_0001.nii", array[::-1], affine)
-    assert OM_prepare.main(command) == 0
+    assert run_prepare(command) == 0
     after = open_cache(tmp_path / "cache", cfg)
     new = np.array(cache.Rows(after["folder"], "image", after["items"], keep=False)[0])
     assert np.array_equal(new[0], old[0]) and not np.array_equal(new[1], old[1])
@@ -247,21 +246,19 @@ def test_channels_move_alike_and_are_coloured_apart(size):
 def test_every_network_sees_every_channel(name, dims):
     cfg = config(model__name=name, model__dims=dims, data__channels=3, **QUICK)
     torch.manual_seed(0)
-    net, image, fixed = build_network(cfg), *torch.rand(2, 2, 3, *[8] * dims)
+    net, (image, fixed) = build_network(cfg), torch.rand(2, 2, 3, *[8] * dims)
     with torch.no_grad():
         for parameter in net.parameters():  # heads start at zero
             parameter.add_(0.05 * torch.randn_like(parameter))
-    t = torch.full((2,), cfg["diffusion.timesteps"])
     for kind in ("volume", "slice"):
         condition = make_condition(fixed, kind, [(0, 0, 0), (0, 0, 1)])
         assert condition.shape == (2, 4, *[8] * dims)
-    field = net(image, t, make_condition(fixed, "volume"))
+    image.requires_grad_()
+    condition = make_condition(fixed, "volume").requires_grad_()  # its last channel is the mask
+    field = net(image, torch.full((2,), cfg["diffusion.timesteps"]), condition)
     assert field.shape == (2, dims, *[8] * dims)
-    for seen in (image, fixed):
-        for channel in range(3):
-            seen[:, channel] += 0.5
-            assert not torch.equal(net(image, t, make_condition(fixed, "volume")), field)
-            seen[:, channel] -= 0.5
+    for seen in torch.autograd.grad(field.square().sum(), (image, condition)):
+        assert seen[:, :3].abs().amax((0, *range(2, 2 + dims))).min() > 0
 
 
 def test_a_channel_that_shows_more_finds_more():

@@ -304,6 +304,12 @@ def test_a_segmentation_is_no_image(tmp_path):
         on_grid(item, keys((16, 16, 16)))
 
 
+def test_a_volume_of_one_intensity_on_the_grid_is_refused(tmp_path):
+    bright = np.random.default_rng(0).uniform(5000, 6000, (16, 18, 20)).astype(np.float32)
+    with pytest.raises(InputError, match="image.nii.gz: all of it is one intensity on the training grid; check its"):
+        on_grid(save(tmp_path, bright, np.eye(4)), keys((16, 16, 16), window=[0, 1000]))
+
+
 def test_a_page_that_cannot_be_written_blames_the_folder_of_logs(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")

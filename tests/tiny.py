@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from Dataloader.dataset import epoch_batches
@@ -85,10 +86,30 @@ def make_data(folder, count=8, size=16, dims=3):
     return folder
 
 
+def run_prepare(words, page=False, workers=False):
+    """OM_prepare.py with this command line, in this process, without its page and workers: those take most of a short
+    run. Returns: its exit code."""
+    import OM_prepare
+
+    def one_by_one(function, tasks, _workers, _what, begin, arguments, meanwhile):
+        begin(*arguments)
+        for task in tasks:
+            result = function(*task)
+            meanwhile()
+            yield task, result
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not workers:
+            patch.setattr(OM_prepare, "WORKER", {})
+            patch.setattr(OM_prepare, "run_tasks", one_by_one)
+        if not page:
+            patch.setattr(OM_prepare, "write_report", lambda *arguments: "no page")
+        return OM_prepare.main(words)
+
+
 def prepare(data, folder, **changes):
     """The cache of a tiny run's volumes, in `folder`, which it creates. Returns: the folder."""
-    import OM_prepare
-    assert OM_prepare.main(arguments(data, "--workers", "1", data__cache=folder, **changes)) == 0
+    assert run_prepare(arguments(data, data__cache=folder, **changes)) == 0
     return folder
 
 
