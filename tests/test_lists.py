@@ -28,14 +28,21 @@ from Study.common import volumes_of
 FAST = ["--affine", "none", "--refine", "1", "--set", "refine.levels=1", "--no-picture", "--device", "cpu"]
 
 
-@pytest.fixture
-def data(tmp_path):
-    """Four subjects with labels beside their images, one of them cut off in the middle of its file."""
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory):
+    """Four subjects with labels beside their images."""
+    folder = tmp_path_factory.mktemp("subjects")
     for seed in range(4):
         subject, name = make_subject(seed, (12, 13, 11)), f"sub-0{seed}"
-        write_volume(tmp_path / f"data/{name}_T1w.nii.gz", np.rint(1000 * subject["image"]).astype(np.int16), np.eye(4))
-        write_volume(tmp_path / f"data/{name}_dseg.nii.gz", subject["label"].astype(np.uint8), np.eye(4))
-    return tmp_path / "data"
+        write_volume(folder / f"{name}_T1w.nii.gz", np.rint(1000 * subject["image"]).astype(np.int16), np.eye(4))
+        write_volume(folder / f"{name}_dseg.nii.gz", subject["label"].astype(np.uint8), np.eye(4))
+    return folder
+
+
+@pytest.fixture
+def data(subjects, tmp_path):
+    """A copy of them, to change."""
+    return shutil.copytree(subjects, tmp_path / "data")
 
 
 def call(*words):

@@ -117,17 +117,6 @@ def test_write_keeps_header_fields(tmp_path):
     assert source.header.get_data_shape() == (6, 7, 8) and source.header.get_data_dtype() == np.int16
 
 
-def test_write_replaces_and_leaves_the_old_file_on_failure(tmp_path):
-    path = tmp_path / "v.nii.gz"
-    write_volume(path, noise(), np.eye(4))
-    before = path.read_bytes()
-    with pytest.raises(nibabel.spatialimages.HeaderDataError):
-        write_volume(path, np.zeros((3, 3, 3), "datetime64[s]"), np.eye(4))
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    write_volume(path, noise((3, 4, 5)), np.eye(4))
-    assert read_header(path)[0] == (3, 4, 5)
-
-
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
 def test_the_bytes_are_those_of_nibabel_whatever_the_name(tmp_path, suffix):
     array = noise((30, 31, 32))
@@ -194,14 +183,13 @@ def test_write_refuses_other_suffixes(tmp_path):
         write_volume(tmp_path / "v.mhd", noise(), np.eye(4))
 
 
-@pytest.mark.parametrize("shape", [(9, 7), (9, 7, 1), (9, 7, 1, 1)])
-def test_2d_files(tmp_path, shape):
+@pytest.mark.parametrize("shape, dims", [((9, 7), 2), ((9, 7, 1), 2), ((9, 7, 1, 1), 2), ((5, 6, 7, 1, 1), 3)])
+def test_trailing_axes_of_one_are_dropped_and_2d_is_written_with_one(tmp_path, shape, dims):
     path = save(tmp_path / "v.nii.gz", noise(shape))
-    array, affine = read_volume(path, dims=2)
-    assert np.array_equal(array, noise(shape).reshape(9, 7)) and affine.shape == (4, 4)
+    array, affine = read_volume(path, dims)
+    assert np.array_equal(array, noise(shape).reshape(shape[:dims])) and affine.shape == (4, 4)
     write_volume(path, array, affine)
-    assert nibabel.load(path).shape == (9, 7, 1)
-    assert read_header(path, dims=2)[0] == (9, 7)
+    assert nibabel.load(path).shape == (*shape[:dims], 1)[:3] and read_header(path, dims)[0] == shape[:dims]
 
 
 def test_2d_file_without_a_third_axis_gets_the_normal(tmp_path):
@@ -211,11 +199,6 @@ def test_2d_file_without_a_third_axis_gets_the_normal(tmp_path):
     image.header.set_sform(affine, 1)
     nibabel.save(image, tmp_path / "v.nii")
     np.testing.assert_allclose(read_volume(tmp_path / "v.nii", dims=2)[1][:3, 2], [0, 0, -1])
-
-
-def test_trailing_axis_of_one_is_dropped_in_3d(tmp_path):
-    path = save(tmp_path / "v.nii", noise((5, 6, 7, 1, 1)))
-    assert read_volume(path)[0].shape == (5, 6, 7) and read_header(path)[0] == (5, 6, 7)
 
 
 @pytest.mark.parametrize("suffix", [".mgz", ".mgh"])
@@ -295,7 +278,7 @@ def test_a_gz_cannot_take_all_memory(tmp_path, monkeypatch):
     (tmp_path / "padded.nii.gz").write_bytes(gzip.compress(content + bytes(5000)))
     np.testing.assert_array_equal(read_volume(tmp_path / "padded.nii.gz")[0], read_volume(path)[0])
     monkeypatch.setattr(nifti, "MOST_AFTER", 10 ** 6)
-    (tmp_path / "bomb.nii.gz").write_bytes(gzip.compress(content + bytes(10 ** 8)))
+    (tmp_path / "bomb.nii.gz").write_bytes(gzip.compress(content + bytes(5 * 10 ** 7)))
     tracemalloc.start()
     with refused("bomb.nii.gz", "the file has more than 1 MiB after its last voxel; export it again"):
         read_volume(tmp_path / "bomb.nii.gz")

@@ -317,13 +317,11 @@ def test_a_pair_list_beside_another_choice_of_pairs_is_a_contradiction(changes, 
     assert pair_rule(config(data__pair_list="p.json"), GROUPS) is None
 
 
-@pytest.mark.parametrize("subjects, modalities", [("same", "different"), ("different", "different"), ("any", "same")])
-def test_fifteen_thousand_volumes_are_paired_fast(subjects, modalities):
+def test_fifteen_thousand_volumes_are_paired_fast():
     items = [{"subject": f"s{number // 3}", "modality": f"m{number % 2}"} for number in range(15000)]
-    rule = ruled(subjects, modalities, items)
+    rule = ruled("different", "different", items)
     start = time.process_time()  # the clock would also count what else the machine does
     pairs = epoch_pairs(0, 0, 15000, 15000, rule=rule)
     assert time.process_time() - start < 2
-    assert len(pairs) == 15000 and all(
-        i != j and holds(subjects, items[i]["subject"], items[j]["subject"])
-        and holds(modalities, items[i]["modality"], items[j]["modality"]) for i, j in pairs)
+    assert len(pairs) == 15000 and all(items[moving][key] != items[fixed][key] for moving, fixed in pairs
+                                       for key in ("subject", "modality"))
