@@ -4,6 +4,7 @@ It reads Decathlon and Learn2Reg JSON files, CSV lists, and folders of NIfTI fil
 formats. The constants of each part stand at its head.
 """
 import collections
+import contextlib
 import csv
 import functools
 import glob
@@ -266,10 +267,11 @@ class Folder:
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
-                    if entry.is_file():
-                        self.files.add(entry.name)
-                    elif entry.is_dir():
-                        self.folders.add(entry.name)
+                    with contextlib.suppress(OSError):  # of a link that leads in a circle
+                        if entry.is_file():
+                            self.files.add(entry.name)
+                        elif entry.is_dir():
+                            self.folders.add(entry.name)
         except (OSError, ValueError):
             self.is_there = os.path.isdir(path)
 
@@ -295,6 +297,12 @@ class Folder:
         """The folders of label maps, see LABEL_FOLDERS, the most telling names first."""
         names = [name for name in self.folders if name.lower() in LABEL_FOLDERS]
         return [self.path / name for name in sorted(names, key=lambda name: (LABEL_FOLDERS.index(name.lower()), name))]
+
+    @functools.cached_property
+    def holds_results(self):
+        """Whether these programs have written their results into it."""
+        return any(names <= self.files for names in OWN_RESULTS) or (
+            "parts" in self.folders and any(self.path.glob(PART_RESULTS)))
 
     @functools.cached_property
     def holds_one_scan(self):
@@ -328,17 +336,17 @@ def _volumes_under(base):
         seen.add(real)
         # Names with a leading dot are unfinished writes, macOS resource forks, and the .git/annex of a DataLad set.
         inner[:] = sorted(name for name in inner if name.lower() not in SIDE_FOLDERS | NO_DATA and name[0] != ".")
-        if folder != str(base) and _is_of_results(folder, inner, names):
+        here = Folder(Path(folder))
+        if folder != str(base) and here.holds_results:
             inner.clear()
             continue
         if is_series(folder):  # the folder is a volume, its slices are none, and others may lie beside them
-            paths.append(Path(folder))
+            paths.append(here.path)
             names = [name for name in names if not ends_in(name, ".dcm")]
         tops += [os.path.join(folder, name) for name in inner if os.path.islink(os.path.join(folder, name))]
-        files = Folder(folder).files
         for name in sorted(name for name in names if ends_in(name, SUFFIXES) and name[0] != "."):
-            path = Path(folder, name)
-            if name in files:
+            path = here.path / name
+            if name in here.files:
                 paths.append(path)
             elif path.is_symlink():
                 lost.append(path)
@@ -354,12 +362,6 @@ def _volumes_under(base):
                    and not is_named_segmentation(path) and path.parent.name != "mri"]
 
 
-def _is_of_results(folder, inner, names):
-    """Whether a folder holds results of these programs. inner, names: of its folders and files."""
-    return (any(names_of <= set(names) for names_of in OWN_RESULTS)
-            or "parts" in inner and any(Path(folder).glob(PART_RESULTS)))
-
-
 def _without_results(paths, above):
     """The files of a pattern without the results of earlier runs below `above`; all of them if it finds nothing else.
 
@@ -367,7 +369,7 @@ def _without_results(paths, above):
     that OM_augment.py writes.
     """
     folders = {folder for path in paths for folder in path.parents if above in folder.parents}
-    of_results = {folder for folder in folders if _is_of_results(*next(os.walk(folder), (folder, [], [])))}
+    of_results = {folder for folder in folders if Folder(folder).holds_results}
     drawn = {folder for folder in of_results if (folder / "draws.jsonl").is_file()}
     copies = {folder / "bids" for folder in of_results}
     return [path for path in paths if not (drawn | copies).intersection(path.parents) and not (

@@ -604,6 +604,7 @@ def test_linked_folders_are_found_and_a_circle_of_links_ends(tmp_path):
     make(tmp_path, "data/sub-01/sub-01_T1w.nii.gz elsewhere/sub-02_T1w.nii.gz")
     (tmp_path / "data/sub-02").symlink_to("../elsewhere")
     (tmp_path / "data/sub-01/all").symlink_to("..")
+    (tmp_path / "data/sub-01/itself").symlink_to("itself")  # it once hid all volumes beside it
     assert told(read_datalist(tmp_path / "data"), "id") == [("sub-01_T1w",), ("sub-02_T1w",)]
 
 
