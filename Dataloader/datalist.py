@@ -398,7 +398,9 @@ def _from_paths(root, paths, channels):
             several = f", or set data.channels if {of_case.name} belongs to several channels" if of_case else ""
             raise InputError(f"{base / 'labelsTr' / image.name}: the label of {image} is missing; restore it or list "
                              f"the volumes in {root / 'dataset.json'} without this label{several}.")
-        label = own or _label_by_name(image, places[image.parent], listed, channels)
+        label = own or label_beside(image, listed(image.parent))
+        for place in () if label else places[image.parent]:
+            label = label or _of_same_name(place, image, listed, channels) or label_beside(image, listed(place))
         items.append(_item(image, label, _of_same_name(base / "masksTr", image, listed, channels), {}))
         if label and not own:
             guessed.setdefault(label, []).append(items[-1])
@@ -441,14 +443,6 @@ def _label_places(root, folder, listed):
     beside, inner = (above.parent, folder.relative_to(above)) if above else (folder, Path())
     folders = itertools.chain(*(listed(base).label_folders for base in dict.fromkeys((beside, root))))
     return [place for folder in folders for place in dict.fromkeys((folder / inner, folder))]
-
-
-def _label_by_name(image, places, listed, channels):
-    """The label beside an image, or else in the first of `places` that has one, or None."""
-    label = label_beside(image, listed(image.parent))
-    for place in () if label else places:
-        label = label or _of_same_name(place, image, listed, channels) or label_beside(image, listed(place))
-    return label
 
 
 def _same_shape(image, label):
