@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from Dataloader.formats import same_volume
-from Dataloader.grids import require_same_grid, voxel_volume
-from Dataloader.nifti import read_label, read_numbers, read_raw_header, read_volume, write_volume
+from Dataloader.grids import voxel_volume
+from Dataloader.nifti import read_header, read_label, read_numbers, read_raw_header, read_volume, write_volume
 from Dataloader.transforms import write_matrix
 from Dataloader.volume import dims_of
 from Diffusion.metrics import average, dice
@@ -43,22 +43,22 @@ def segment(args):
         require_own_bids(args.out)
     for atlas in atlases:  # one that was not taken may be taken once it has changed
         atlas["digests"] = source_digests({"image": atlas["image"], "label": atlas["label"]})
-    voting = {item["id"]: voters(item, atlases, args.same_subject) for item in images}
+    images = [{**item, **voters(item, atlases, args.same_subject)} for item in images]
     settings = {"program": "segment", "most": args.most, "join": args.join, "similarity": args.similarity,
                 "affine": args.affine, "labels": args.labels}
     options = {"similarity": args.similarity, "affine": args.affine, "device": pick_device(args.device).type}
-    with common.locked(args.out, "segment") as out:
-        common.claim(out, "segment", [
-            "segment.html", "labels.tsv", "ranking/results.json", "atlases/results.json",
-            *(f"{item['id']}/{name}" for item in images for name in (LABEL, DOUBT))],
-            [item[key] for item in atlases + images for key in ("image", "label")])
+    names = ["segment.html", "labels.tsv", "ranking/results.json", "atlases/results.json",
+             *(f"{item['id']}/{name}" for item in images for name in (LABEL, DOUBT))]
+    inputs = [item[key] for item in atlases + images for key in ("image", "label")]
+    with common.locked(args.out, "segment", names, inputs) as out:
+        kept = {}
         if not args.again:
             common.require_uncorrected(out, LABEL, [item["id"] for item in images])
-        done = kept_images(images, voting, settings, out, args.again, args.keep)
-        waiting = [item for item in images if item["id"] not in done]
-        starts = rank_all(waiting, voting, options, settings, out, args)
-        carried = carry_all(waiting, voting, starts, options, settings, out, args)
-        tasks = [(entry_of(item, voting[item["id"]]["atlases"]), out / item["id"]) for item in images]
+            kept = kept_images(images, settings, out, args.keep)
+        waiting, starts = rank_all([item for item in images if item["id"] not in kept], options, settings, out, args)
+        carried = carry_all(waiting, starts, options, settings, out, args)
+        voting = {**kept, **{item["id"]: item for item in waiting}}
+        tasks = [(entry_of(voting[item["id"]]), out / item["id"]) for item in images]
         join = functools.partial(join_labels, str(out), args.join, voting, carried)
         rows, failed = do_all(out, tasks, join, settings, args.workers, "joining", "image", args.again)
         page = write_results_page(out, rows, failed, args, len(atlases))
@@ -93,72 +93,68 @@ def voters(image, atlases, same_subject):
     return {"atlases": may, "candidates": {atlas["id"]: atlas["digests"] for atlas in may}, "said": said}
 
 
-def entry_of(image, atlases):
-    """What the labels of an image depend on, for Inference/results.py."""
+def entry_of(image):
+    """What the labels of an image depend on, for Inference/results.py. image: with its atlases."""
     files = {"image": image["image"], **({"truth": image["label"]} if image["label"] else {})}
-    for atlas in atlases:
+    for atlas in image["atlases"]:
         files.update({f"atlas {atlas['id']}": atlas["image"], f"labels {atlas['id']}": atlas["label"]})
     return {"name": image["id"], **files}
 
 
-def kept_images(images, voting, settings, out, again, keep):
-    """The ids of images that an earlier run has done with these candidates; their registered atlases may be gone.
+def kept_images(images, settings, out, keep):
+    """The images that an earlier run has done with these candidates, {id: image with the atlases that were taken}.
 
-    For such an image, `voting` gets the atlases that were taken. keep: only if the registered atlases are there.
+    keep: only those whose registered atlases are still there.
     """
-    earlier, done = read_results(out), set()
-    if again:
-        return done
+    earlier, kept = read_results(out), {}
     for item in images:
-        row, of_it = earlier["pairs"].get(item["id"]), voting[item["id"]]
-        if not row or row.get("candidates") != of_it["candidates"]:
+        row = earlier["pairs"].get(item["id"])
+        if not row or row.get("candidates") != item["candidates"]:
             continue
-        taken = [atlas for atlas in of_it["atlases"] if atlas["id"] in row["taken"]]
-        warped = [out / "atlases" / f"{atlas['id']}_to_{item['id']}/warped.nii.gz" for atlas in taken]
-        if keep and not all(path.is_file() for path in warped):
-            continue
-        if kept_rows(earlier, settings, [entry_of(item, taken)], out):
-            of_it["atlases"] = taken
-            done.add(item["id"])
-    return done
+        taken = {**item, "atlases": [atlas for atlas in item["atlases"] if atlas["id"] in row["taken"]]}
+        warped = [out / "atlases" / pair["name"] / "warped.nii.gz" for pair in pairs_of([taken])]
+        if (not keep or all(map(Path.is_file, warped))) and kept_rows(earlier, settings, [entry_of(taken)], out):
+            kept[item["id"]] = taken
+    return kept
 
 
-def pairs_of(images, voting):
-    """The registrations, each as the entry of a list, see Inference/results.py."""
+def pairs_of(images):
+    """The registrations of the images' atlases, each as the entry of a list, see Inference/results.py."""
     return [{"name": f"{atlas['id']}_to_{item['id']}", "fixed": item["image"], "moving": atlas["image"],
-             "moving_label": atlas["label"]} for item in images for atlas in voting[item["id"]]["atlases"]]
+             "moving_label": atlas["label"]} for item in images for atlas in item["atlases"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Registering
 # ---------------------------------------------------------------------------------------------------------------------
 
-def rank_all(images, voting, options, settings, out, args):
+def rank_all(images, options, settings, out, args):
     """Keep for each image the --most atlases that are most similar to it after an affine alignment.
 
-    Returns: {name of the pair: matrix} of those alignments; empty if no image has more than --most atlases.
+    Returns: the images with these atlases; {name of the pair: matrix} of those alignments.
     """
-    images = [item for item in images if args.most and len(voting[item["id"]]["atlases"]) > args.most]
-    if not images:
-        return {}
+    many = [item for item in images if args.most and len(item["atlases"]) > args.most]
+    if not many:
+        return images, {}
     where = out / "ranking"
     where.mkdir(exist_ok=True)
-    tasks = [(entry, where) for entry in pairs_of(images, voting)]
+    tasks = [(entry, where) for entry in pairs_of(many)]
     rows, failed = do_all(where, tasks, functools.partial(rank, options), settings, args.workers, "comparing", "pair",
                           args.again)
     why = {entry["name"]: entry["reason"] for entry in failed}
-    found = {row["name"]: row for row in rows}
-    for item in images:
-        of_it = voting[item["id"]]
-        names = {atlas["id"]: f"{atlas['id']}_to_{item['id']}" for atlas in of_it["atlases"]}
-        of_it["said"] += [f"{item['id']}: the atlas {identity} does not vote: {why[name]}"
-                          for identity, name in names.items() if name in why]
+    found, chosen = {row["name"]: row for row in rows}, {}
+    for item in many:
+        names = {atlas["id"]: f"{atlas['id']}_to_{item['id']}" for atlas in item["atlases"]}
+        said = [f"{item['id']}: the atlas {identity} does not vote: {why[name]}" for identity, name in names.items()
+                if name in why]
         ranked = sorted((found[name]["similarity"], identity) for identity, name in names.items() if name in found)
         best = {identity for _, identity in ranked[-args.most:]}
-        of_it["atlases"] = [atlas for atlas in of_it["atlases"] if atlas["id"] in best]
+        chosen[item["id"]] = {**item, "said": item["said"] + said,
+                              "atlases": [atlas for atlas in item["atlases"] if atlas["id"] in best]}
     # A pair that the affine stage found to show two modalities repeats it later, because it decides the measure.
-    return {name: row["matrix"] for name, row in found.items()
-            if args.similarity not in (None, "auto") or row.get("compared_by") == "correlation"}
+    starts = {name: row["matrix"] for name, row in found.items()
+              if args.similarity not in (None, "auto") or row["compared_by"] == "correlation"}
+    return [chosen.get(item["id"], item) for item in images], starts
 
 
 def rank(options, pair, folder, earlier):
@@ -169,13 +165,13 @@ def rank(options, pair, folder, earlier):
     return common.aligned_row(found, pair, folder, folder, [path])
 
 
-def carry_all(images, voting, starts, options, settings, out, args):
+def carry_all(images, starts, options, settings, out, args):
     """Register the atlases of the images still to be done: {name of the pair: row, or why there is none}.
 
     starts: from `rank_all`.
     """
     where = out / "atlases"
-    tasks = [(entry, where / entry["name"]) for entry in pairs_of(images, voting)]
+    tasks = [(entry, where / entry["name"]) for entry in pairs_of(images)]
     if not tasks:
         return {}
     where.mkdir(exist_ok=True)
@@ -186,12 +182,11 @@ def carry_all(images, voting, starts, options, settings, out, args):
 
 def carry(out, starts, options, labels, pair, folder, earlier):
     """Register one atlas to one image, write its image and labels on that grid, and return the row."""
-    label, affine = read_label(pair["moving_label"], dims_of(pair["moving"]))
+    grid = read_header(pair["moving"], dims_of(pair["moving"]))
+    label, affine = common.label_of(pair["moving_label"], pair["moving"], *grid)
     if pair["name"] in starts:
         options = {**options, "affine": False, "start": np.array(starts[pair["name"]])}
     found = common.aligned(pair["fixed"], pair["moving"], **options)
-    require_same_grid(f"{pair['moving_label']}: the label map", label.shape, affine, pair["moving"],
-                      found.moving.array.shape, found.moving.affine, "resample it to its image")
     paths = [folder / "warped.nii.gz", folder / "warped_label.nii.gz"]
     folder.mkdir(parents=True, exist_ok=True)
     for path in paths:
@@ -209,20 +204,18 @@ def carry(out, starts, options, labels, pair, folder, earlier):
 
 def join_labels(out, join, voting, carried, entry, folder, earlier):
     """Join the labels of the atlases for one image, write label and doubt, and return the row."""
-    of_it, dims = voting[entry["name"]], dims_of(entry["image"])
-    found = {atlas["id"]: carried.get(f"{atlas['id']}_to_{entry['name']}") for atlas in of_it["atlases"]}
+    item, dims = voting[entry["name"]], dims_of(entry["image"])
+    found = {atlas["id"]: carried.get(f"{atlas['id']}_to_{entry['name']}") for atlas in item["atlases"]}
     reasons = {name: row if isinstance(row, str) else row["reason"] for name, row in found.items()
                if isinstance(row, str) or row["verdict"] == "failed"}
     good = [name for name in found if name not in reasons]
-    sentences = [*of_it["said"], *(f"{entry['name']}: the atlas {name} does not vote: {reason}"
-                                   for name, reason in reasons.items())]
+    sentences = [*item["said"], *(f"{entry['name']}: the atlas {name} does not vote: {reason}"
+                                  for name, reason in reasons.items())]
     if not good:
         raise InputError(" ".join([f"{entry['image']}: no atlas may vote on it.", *sentences]))
     image, affine = read_volume(entry["image"], dims)
     if "truth" in entry:
-        truth, own = read_label(entry["truth"], dims)
-        require_same_grid(f"{entry['truth']}: the label map", truth.shape, own, entry["image"], image.shape, affine,
-                          "resample it to its image")
+        truth, _ = common.label_of(entry["truth"], entry["image"], image.shape, affine)
     places = [Path(found[name]["folder"]) for name in good]
     maps = [read_label(place / "warped_label.nii.gz", dims)[0] for place in places]
     if join == "joint":
@@ -242,7 +235,7 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
     labels = {str(value): sizes(label == value, doubt, affine) for value in values}
     inside = doubt[label != 0]
     row = {"name": entry["name"], "folder": str(folder), "image": os.path.abspath(entry["image"]),
-           "candidates": of_it["candidates"], "taken": list(found), "voted": good, "warnings": sentences,
+           "candidates": item["candidates"], "taken": list(found), "voted": good, "warnings": sentences,
            "doubt": float(inside.mean()) if inside.size else 1.0,
            "doubtful_percent": 100.0 * float((inside > DOUBTFUL).mean()) if inside.size else 100.0}
     row.update(verdict_of(row, good, found), labels=labels)

@@ -16,6 +16,7 @@ from Dataloader.datalist import (
     volume_id,
     without_segmentations,
 )
+from Dataloader.grids import require_same_grid
 from Dataloader.nifti import read_label
 from Dataloader.volume import dims_of
 from Inference.outputs import make_folder, scores_of
@@ -73,39 +74,31 @@ def finished_row(row, out, paths):
 
 
 @contextlib.contextmanager
-def locked(path, program):
-    """Make a folder of results and hold its lock. Yields: its Path.
+def locked(path, program, names, inputs=()):
+    """Make a folder of results, hold its lock, and make sure that no result takes the place of a file of the user's.
 
-    Raises InputError if it has files of the user's or results of another program: they would be dropped.
+    path: of the folder. names: of the files that the program will write there, relative to it. inputs: paths of the
+    files that it will read; None is skipped. Yields: the folder's Path.
+    Raises InputError if the folder has results of another program, which would be dropped, or one of these files
+    without results of an earlier run, or if one of these files is an input.
     """
-    path = Path(path)
-    make_folder(path)
-    with run_lock.held_results(path):
-        require_own(path, program=program)
-        yield path
-
-
-def claim(out, program, names, inputs=()):
-    """Before the first result is written: make sure that no result takes the place of a file of the user's.
-
-    out: Path of a folder that this process has locked. names: of the files that the program will write there, relative
-    to `out`. inputs: paths of the files that it will read; None is skipped.
-    Raises InputError if one of these files exists without results of an earlier run, or is among the inputs.
-    """
-    inner = {(out / name).parent for name in names if name.endswith("results.json")}
-    earlier = [read_results(out), *filter(lambda each: (each["settings"] or {}).get("program") == program,
-                                          map(read_results, inner))]
-    is_new = not any(each["version"] for each in earlier)
-    for name in names if is_new else ():
-        if os.path.lexists(out / name) and not os.path.isdir(out / name):  # no file replaces a folder
-            raise InputError(f"{out / name}: it is not of an earlier run into {out}, and a result would replace it; "
-                             "choose another --out.")
-    written = {as_stored(os.path.realpath(out / name)) for name in names}
-    for path in filter(None, inputs):
-        if as_stored(os.path.realpath(path)) in written:
-            raise InputError(f"{path}: a result with the same name would overwrite this input; choose another --out.")
-    if is_new:  # a run that is killed before its first row leaves files of its own
-        write_results(out, [], [], {"program": program}, complete=False)
+    out = Path(path)
+    make_folder(out)
+    with run_lock.held_results(out):
+        require_own(out, program=program)
+        is_new = not read_results(out)["version"]
+        for name in names if is_new else ():
+            if os.path.lexists(out / name) and not os.path.isdir(out / name):  # no file replaces a folder
+                raise InputError(f"{out / name}: it is not of an earlier run into {out}, and a result would replace "
+                                 "it; choose another --out.")
+        written = {as_stored(os.path.realpath(out / name)) for name in names}
+        for file in filter(None, inputs):
+            if as_stored(os.path.realpath(file)) in written:
+                raise InputError(f"{file}: a result with the same name would overwrite this input; choose another "
+                                 "--out.")
+        if is_new:  # a run that is killed before its first row leaves files of its own
+            write_results(out, [], [], {"program": program}, complete=False)
+        yield out
 
 
 def require_uncorrected(out, name, images):
@@ -117,8 +110,9 @@ def require_uncorrected(out, name, images):
     rows = read_results(out)["pairs"]
     for row in (rows[image] for image in images if image in rows):
         path = Path(row["folder"]) / name
-        entry = row.get("files", {}).get(os.path.relpath(path, out))
-        if not entry or not path.is_file() or not damage({path: entry}, out):
+        file = os.path.relpath(path, out)
+        written = {file: row.get("files", {}).get(file)}
+        if not written[file] or not path.is_file() or not damage(written, out):
             continue
         try:
             read_label(path, dims_of(path))
@@ -126,6 +120,17 @@ def require_uncorrected(out, name, images):
             continue
         raise InputError(f"{path}: it has changed since it was written, and would be made anew: move it to another "
                          "folder to keep it, or give --again, which replaces it.")
+
+
+def label_of(path, image, shape, affine, advice="resample it to its image"):
+    """A label map and its affine.
+
+    image, shape, affine: path and grid of the volume that it belongs to. advice: for a label map on another grid, which
+    raises InputError.
+    """
+    label, own = read_label(path, len(shape))
+    require_same_grid(f"{path}: the label map", label.shape, own, image, shape, affine, advice)
+    return label, own
 
 
 def aligned(fixed, moving, **options):

@@ -16,7 +16,7 @@ import torch
 from scipy import linalg, ndimage
 
 from Dataloader.grids import require_same_grid, to_canonical
-from Dataloader.nifti import read_field, read_label, read_numbers, read_volume, write_volume
+from Dataloader.nifti import read_field, read_numbers, read_volume, write_volume
 from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import exponential, jacobian_determinant, then_affine
 from Inference.labels import apply_field, apply_label, without_affine
@@ -26,7 +26,7 @@ from Inference.verdict import VERDICTS, judge
 from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
-from Study.common import aligned, claim, end, finished_row, locked, volumes_of, write_study_page, write_table
+from Study import common
 from Study.template import LABEL, in_voxels, log_matrix, logarithm
 from Study.thumbnails import gallery_html, thumbnail
 
@@ -38,20 +38,25 @@ MARGIN = 16  # voxels around the grid in which a field goes on, more than it mov
 
 def jacobian(args):
     """`omnimorph jacobian`; returns the exit code."""
-    if bool(args.results) == bool(args.scans) or args.scans and len(volumes_of(args.scans)) < 2:
+    scans = common.volumes_of(args.scans) if args.scans else []
+    if bool(args.results) == bool(scans) or len(scans) == 1:
         raise InputError("give either --results, or --scans with two or more scans of one subject.")
     if args.results and (args.affine != "rigid" or args.similarity):
         raise InputError("--affine and --similarity are for --scans: --results are registered already; leave them out.")
     settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity}
-    with locked(args.out, "jacobian") as out:
-        tasks, function, failed, verdicts = of_scans(out, args) if args.scans else of_results(out, args)
-        claim(out, "jacobian", ["jacobian.html", "jacobian.tsv", *(
-            f"{entry['name']}/{name}" for entry, _ in tasks for name in (WHOLE, LOCAL, MIDDLE))],
-            [entry[key] for entry, _ in tasks for key in entry if key != "name"])
-        rows, more = do_all(out, tasks, function, settings, args.workers, "mapping", "subject", args.again)
+    entries, function, verdicts = of_scans(scans, args) if scans else of_results(args)
+    names = ["jacobian.html", "jacobian.tsv", *(f"{entry['name']}/{name}" for entry in entries
+                                                for name in (WHOLE, LOCAL, MIDDLE))]
+    inputs = [path for entry in entries for key, path in entry.items() if key != "name"]
+    with common.locked(args.out, "jacobian", names, inputs) as out:
+        tasks = [(entry, out / entry["name"]) for entry in entries]
+        rows, failed = do_all(out, tasks, function, settings, args.workers, "mapping", "subject", args.again)
+        # Maps are kept from an earlier run, verdicts are not: they change when the list does.
         rows = [{**row, **verdicts.get(row["name"], {})} for row in rows]
-        page = write_maps_page(out, rows, failed + more, args)
-        return end(out, rows, failed + more, settings, page, args.strict, {})
+        failed = [{"name": name, "reason": each["reason"]} for name, each in verdicts.items()
+                  if each["verdict"] == "failed"] + failed
+        page = write_maps_page(out, rows, failed, args)
+        return common.end(out, rows, failed, settings, page, args.strict, {})
 
 
 def log_determinant(field):
@@ -63,9 +68,9 @@ def log_determinant(field):
 # From a template to its subjects
 # ---------------------------------------------------------------------------------------------------------------------
 
-def of_results(out, args):
-    """Tasks for the subjects in a folder of results, all registered to one volume; their function; failed subjects; the
-    verdicts of the others, which change when the list does, while their maps are kept."""
+def of_results(args):
+    """The subjects in a folder of results, all registered to one volume: entries for `do_all`, but for those that have
+    failed; their function; verdict and reason of each subject, by name."""
     folder = Path(args.results) if Path(args.results).is_dir() else Path(args.results).parent
     earlier = read_results(folder)
     rows = [row for row in earlier["pairs"].values() if "fixed" in row and "matrix" in row]
@@ -79,38 +84,36 @@ def of_results(out, args):
     if len(targets) > 1:
         raise InputError(f"{args.results}: registered to {targets[0]} and to {targets[1]}; maps are compared on one "
                          "grid: register all to one volume (--fixed).")
-    bad = [{"name": row["name"], "reason": row["reason"]} for row in rows if row.get("verdict") == "failed"]
+    verdicts = {row["name"]: {"verdict": row.get("verdict", "ok"), "reason": row.get("reason", "")} for row in rows}
     rows = [row for row in rows if row.get("verdict") != "failed"]
     if not rows:
         raise InputError(f"{args.results}: every registration has the verdict failed; register the subjects again "
                          "first.")
     beside = Path(targets[0]).parent / LABEL
     label = args.labels or rows[0].get("fixed_label") or (beside if beside.is_file() else None)
-    tasks = [({"name": row["name"], "field": Path(row["folder"]) / "field.nii.gz", "fixed": Path(targets[0]),
-               **({"labels": Path(label)} if label else {})}, out / row["name"]) for row in rows]
-    verdicts = {row["name"]: {"verdict": row.get("verdict", "ok"), "reason": row.get("reason", "")} for row in rows}
-    function = functools.partial(map_subject, str(out), args.smooth, {row["name"]: row for row in rows})
-    return tasks, function, bad, verdicts
+    entries = [{"name": row["name"], "field": Path(row["folder"]) / "field.nii.gz", "fixed": Path(targets[0]),
+                **({"labels": Path(label)} if label else {})} for row in rows]
+    matrices = {row["name"]: row["matrix"] for row in rows}
+    return entries, functools.partial(map_subject, args.out, args.smooth, matrices), verdicts
 
 
-def map_subject(out, smooth_mm, rows, entry, folder, earlier):
+def map_subject(out, smooth_mm, matrices, entry, folder, earlier):
     """Write both maps of one subject and return its row, with the mean change of each label."""
-    row, dims = rows[entry["name"]], dims_of(entry["fixed"])
+    dims = dims_of(entry["fixed"])
     grid, affine = read_volume(entry["fixed"], dims)
     field, own = read_field(entry["field"], dims)
     require_same_grid(f"{entry['field']}: the field", field.shape[1:], own, entry["fixed"], grid.shape, affine,
                       "register the subject again")
-    rest = without_affine(field, row["matrix"], affine)
+    rest = without_affine(field, matrices[entry["name"]], affine)
     maps = [log_determinant(torch.from_numpy(each)[None]) for each in (field, rest)]
     labels = None
     if "labels" in entry:
-        labels, own = read_label(entry["labels"], dims)
-        require_same_grid(f"{entry['labels']}: the label map", labels.shape, own, entry["fixed"], grid.shape, affine,
-                          "give one on the template's grid")
+        labels, _ = common.label_of(entry["labels"], entry["fixed"], grid.shape, affine,
+                                    "give one on the template's grid")
     paths = write_maps(folder, maps, affine, smooth_mm)
     row = {"name": entry["name"], "folder": str(folder), "fixed": str(entry["fixed"]),
            "labels": changes_of(labels, maps)}
-    return finished_row(row, out, paths)
+    return common.finished_row(row, out, paths)
 
 
 def write_maps(folder, maps, affine, smooth_mm):
@@ -153,22 +156,21 @@ def percent(logs, weights=None):
 # Between scans
 # ---------------------------------------------------------------------------------------------------------------------
 
-def of_scans(out, args):
-    """Tasks for the later scans of one subject, each against the first, and their function; otherwise as
-    `of_results`, empty."""
-    first, *later = volumes_of(args.scans)
+def of_scans(scans, args):
+    """The later scans of one subject, each against the first, as `of_results` returns subjects; no verdicts yet."""
+    first, *later = scans
     label = args.labels or first["label"]
-    tasks = [({"name": item["id"], "first": first["image"], "scan": item["image"],
-               **({"labels": Path(label)} if label else {})}, out / item["id"]) for item in later]
+    entries = [{"name": item["id"], "first": first["image"], "scan": item["image"],
+                **({"labels": Path(label)} if label else {})} for item in later]
     options = {"similarity": args.similarity, "device": pick_device(args.device).type}
-    return tasks, functools.partial(map_change, str(out), args.smooth, args.affine, options), [], {}
+    return entries, functools.partial(map_change, args.out, args.smooth, args.affine, options), {}
 
 
 def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     """Map the change from the first scan to a later one on the grid in the middle, and return its row."""
     scans = [read_source(str(entry[key]), key) for key in ("first", "scan")]
     files = [entry["first"], entry["scan"]]
-    ways = [aligned(one, other, affine=kind, refine=False, **options) for one, other in (files, files[::-1])]
+    ways = [common.aligned(one, other, affine=kind, refine=False, **options) for one, other in (files, files[::-1])]
     there, back = (way.matrix for way in ways)
     # The affine stage decides whether the scans show two modalities; below there is none.
     measures = [way.compared_by for way in ways if way.compared_by != "correlation"]
@@ -180,7 +182,7 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     seen = [resampled(scan, matrix, size, affine) for scan, matrix in zip(scans, to_scan)]
     rests, founds = [], []
     for image, file, matrix in ((seen[0], files[1], to_scan[1]), (seen[1], files[0], to_scan[0])):
-        found = aligned((image, affine), file, affine=False, start=matrix, **options)
+        found = common.aligned((image, affine), file, affine=False, start=matrix, **options)
         rests.append(torch.from_numpy(without_affine(found.field, found.matrix, affine))[None])
         founds.append(found)
     ahead, behind = half_ways(*rests)
@@ -189,9 +191,8 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     maps = [local + np.float32(np.trace(whole)), local]  # log det of an exponential is the trace
     labels = None
     if "labels" in entry:
-        label, own = read_label(entry["labels"], local.ndim)
-        require_same_grid(f"{entry['labels']}: the label map", label.shape, own, scans[0].name, scans[0].array.shape,
-                          scans[0].affine, "give one of the first scan")
+        label, own = common.label_of(entry["labels"], scans[0].name, scans[0].array.shape, scans[0].affine,
+                                     "give one of the first scan")
         labels = apply_label(label, own, then_affine(behind, in_voxels(to_scan[0], affine))[0].numpy(), affine)
     paths = write_maps(folder, maps, affine, smooth_mm)
     write_volume(folder / MIDDLE, 0.5 * sum(in_unit_range(image) for image in seen), affine)
@@ -200,7 +201,7 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
                           key=lambda each: VERDICTS.index(each[0]))
     row = {"name": entry["name"], "folder": str(folder), **scores_of(worst), "verdict": verdict, "reason": reason,
            "labels": changes_of(labels, maps, np.exp(before))}
-    return finished_row(row, out, [*paths, folder / MIDDLE])
+    return common.finished_row(row, out, [*paths, folder / MIDDLE])
 
 
 def half_ways(there, back):
@@ -274,7 +275,7 @@ def write_maps_page(out, rows, failed, args):
     """Write jacobian.html and jacobian.tsv. Returns: the page's path."""
     columns = ["change_percent", "change_without_affine_percent", "mean_log", "voxels"]
     table = [{"name": row["name"], "label": label, **values} for row in rows for label, values in row["labels"].items()]
-    write_table(out / "jacobian.tsv", ["name", "label", *columns], table)
+    common.write_table(out / "jacobian.tsv", ["name", "label", *columns], table)
     what, pictures = "later scan" if args.scans else "subject", []
     for row in rows:
         background = row.get("fixed") or Path(row["folder"]) / MIDDLE
@@ -296,4 +297,4 @@ def write_maps_page(out, rows, failed, args):
                      + gallery_html(pictures)))
     lead = ("The change from the first scan to each later one, half-way between them." if args.scans else
             "How much larger or smaller each subject is than the template.")
-    return write_study_page(out / "jacobian.html", "Change of volume", lead, cards, rows, failed, sections)
+    return common.write_study_page(out / "jacobian.html", "Change of volume", lead, cards, rows, failed, sections)

@@ -20,7 +20,7 @@ from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError, MemoryShort
 from Runtime.files import sha256, write_file
-from Study.common import aligned, claim, end, finished_row, locked, write_study_page, write_table
+from Study.common import aligned, end, finished_row, locked, write_study_page, write_table
 from Study.thumbnails import gallery_html, thumbnail
 
 BLOCK = 10  # frames
@@ -45,9 +45,9 @@ def motion(args):
                 "similarity": args.similarity}
     options = {"affine": "rigid", "refine": args.deform, "similarity": args.similarity,
                "device": pick_device(args.device).type}
-    with locked(args.out, "motion") as out:
-        claim(out, "motion", ["reference.nii.gz", "aligned.nii.gz", "motion.tsv", "motion.html",
-                              *(f"pass_{number}/results.json" for number in (1, 2))], [args.series])
+    names = ["reference.nii.gz", "aligned.nii.gz", "motion.tsv", "motion.html", "pass_1/results.json",
+             "pass_2/results.json"]
+    with locked(args.out, "motion", names, [args.series]) as out:
         drop_copies(out)
         first = int(args.reference) if args.reference.isdecimal() else count // 2
         write_volume(out / "reference.nii.gz", frame_of(args.series, first), affine)

@@ -17,7 +17,7 @@ from Inference.verdict import FOLDED_PERCENT, OUTLIER, VERDICTS, judge_list, spr
 from Report.page import table_html
 from Runtime.errors import InputError
 from Runtime.files import write_file
-from Study.common import claim, end, finished_row, locked, write_study_page, write_table
+from Study.common import end, finished_row, locked, write_study_page, write_table
 from Study.thumbnails import gallery_html, thumbnail
 
 BAD_SIDE = {"similarity": -1, "dice": -1, "tre_mm": 1, "folding_body_percent": 1, "sdlogj": 1, "covered_percent": -1,
@@ -31,8 +31,8 @@ BRIGHT = 0.3  # of the range of a fixed volume: the outline at this intensity re
 def qc(args):
     """`omnimorph qc`; returns the exit code."""
     rows, failed = all_rows(args.results)
-    with locked(args.out, "qc") as out:
-        claim(out, "qc", ["qc.html", "qc.tsv", *(f"thumbnails/{picture_of(row['name'])}" for row in rows)])
+    names = ["qc.html", "qc.tsv", *(f"thumbnails/{picture_of(row['name'])}" for row in rows)]
+    with locked(args.out, "qc", names) as out:
         settings = {"program": "qc"}
         tasks = [(entry_of(row), out / "thumbnails") for row in rows]
         draw = functools.partial(draw_row, str(out), {row["name"]: row for row in rows})

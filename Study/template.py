@@ -20,7 +20,7 @@ import torch
 from scipy import linalg, ndimage
 
 from Dataloader.formats import digest
-from Dataloader.grids import intensity_range, require_same_grid, rescale, to_canonical, to_grid, voxel_volume
+from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid, voxel_volume
 from Dataloader.nifti import read_label, read_volume, write_field, write_volume
 from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import compose, exponential, then_affine
@@ -71,13 +71,11 @@ def template(args):
     options = {"similarity": args.similarity, "device": pick_device(args.device).type}
     if args.start:
         read_source(str(args.start), "start")  # refuses it before anything is dropped
-    with common.locked(args.out, "template") as out:
-        of_each = ("field.nii.gz", "warped.nii.gz", "warped_label.nii.gz")
-        common.claim(out, "template", [
-            TEMPLATE, LABEL, "template.html", "subjects.tsv", "convergence.json",
-            *(f"round_{number}/{name}" for number in range(args.rounds + 1) for name in ("results.json", TEMPLATE)),
-            *(f"subjects/{item['id']}/{name}" for item in items for name in of_each)],
-            [item[key] for item in items for key in ("image", "label")])
+    of_each = ("field.nii.gz", "warped.nii.gz", "warped_label.nii.gz")
+    names = [TEMPLATE, LABEL, "template.html", "subjects.tsv", "convergence.json",
+             *(f"round_{number}/{name}" for number in range(args.rounds + 1) for name in ("results.json", TEMPLATE)),
+             *(f"subjects/{item['id']}/{name}" for item in items for name in of_each)]
+    with common.locked(args.out, "template", names, [item[key] for item in items for key in ("image", "label")]) as out:
         earlier = None if args.again else finished_earlier(items, settings, out)
         rows, failed, history = earlier or build(items, options, settings, out, args)
         page = write_template_page(out, rows, failed, history, args)
@@ -102,15 +100,12 @@ def finished_earlier(items, settings, out):
     except (OSError, ValueError):
         return None
     known = {**earlier["pairs"], **{entry["name"]: entry for entry in earlier["failed"]}}
-    if not earlier["complete"] or earlier["version"] != __version__ or earlier["settings"] != settings:
-        return None
-    if known.keys() != {item["id"] for item in items}:
-        return None
     entries = {item["id"]: entry_of(item) for item in items}
-    for name, entry in entries.items():
-        row = known[name]
-        if row.get("source") != source_digests(entry) or "files" in row and damage(row["files"], out):
-            return None
+    same = (earlier["complete"] and earlier["version"] == __version__ and earlier["settings"] == settings
+            and known.keys() == entries.keys()
+            and all(known[name].get("source") == source_digests(entry) for name, entry in entries.items()))
+    if not same or any(damage(row["files"], out) for row in earlier["pairs"].values()):
+        return None
     print(f"{out}: keeping the finished template of an earlier run (--again makes it again)")
     rows = [with_paths_of(entries[name], row) for name, row in earlier["pairs"].items()]
     return rows, earlier["failed"], history
@@ -122,7 +117,7 @@ def finished_earlier(items, settings, out):
 
 def build(items, options, settings, out, args):
     """All rounds. Returns: rows of the subjects, failed ones, and the history, a dict for each round."""
-    left_out, history, starts = {}, [], {}
+    left_out, history, last_round = {}, [], {}
     items = [{**item, "source": source_digests(entry_of(item))} for item in items]  # as they are before they are read
     start = read_source(str(args.start or middle_subject(items, left_out)), "start")
     canonical, turned = to_canonical(start.array, start.affine)
@@ -146,7 +141,7 @@ def build(items, options, settings, out, args):
                      {"known": out / f"round_{number - 1}" / item["id"] / FIELD} if continues else {})},
                   where / item["id"]) for item in items if item["id"] not in left_out]
         how = {**options, "affine": args.affine if number < 2 else False, "refine": number > 0}
-        align = functools.partial(onto_template, str(where), how, starts, before)
+        align = functools.partial(onto_template, str(where), how, last_round, before)
         rows, failed = do_all(where, tasks, align, settings, args.workers, f"round {number} of {args.rounds}",
                               "subject", args.again)
         left_out.update({entry["name"]: entry["reason"] for entry in failed})
@@ -155,17 +150,14 @@ def build(items, options, settings, out, args):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
             raise InputError(f"{args.images[0]}: fewer than {FEWEST} subjects are left ({reasons}).")
         middle = centre(rows, affine, number == args.rounds, args.symmetric)
-        starts = {row["name"]: (np.array(row["matrix"]) @ middle["before"], row.get("smoothing"),
-                                row.get("compared_by", "correlation")) for row in rows}
-        for row in rows:
-            path, field = Path(row["folder"]) / FIELD, field_of(row, middle)
-            write_file(path, lambda file, field=field: np.save(file, field))
+        rows = [moved(row, middle) for row in rows]
+        last_round = {row["name"]: row for row in rows}
         plain, image = average_of(rows, affine, args.sharpen, args.symmetric)
         history.append({"round": number, "spacing_mm": spacing_mm, "moved": middle["moved"],
                         "mean_left": middle["left"], "most_left": middle["most_left"],
                         "sharpness": sharpness(plain) / spacing_mm,
                         "similarity": average([row["similarity"] for row in rows])})
-    return finish(out, rows, starts, image, affine, items, left_out, history)
+    return finish(out, rows, image, affine, items, left_out, history)
 
 
 def middle_subject(items, left_out):
@@ -209,18 +201,18 @@ def mirror_of(width, affine):
     return affine @ flip @ np.linalg.inv(affine)
 
 
-def onto_template(out, options, starts, before, pair, folder, earlier):
+def onto_template(out, options, last_round, before, pair, folder, earlier):
     """Register one subject to the template; its deformation without the affine part goes to deformation.npy.
 
-    starts: latest map, smoothing and measure, by name. before: affine of the previous template, the grid of pair's
-    "known".
+    last_round: rows of the round before, by name. before: affine of its template, the grid of pair's "known".
     """
-    if pair["name"] in starts:
-        start, smoothing, measure = starts[pair["name"]]
-        options = {**options, "start": start if "known" not in pair else Known(start, np.load(pair["known"]), before,
-                                                                               smoothing)}
+    if last := last_round.get(pair["name"]):
+        start = np.array(last["matrix"])
+        if "known" in pair:
+            start = Known(start, np.load(pair["known"]), before, last.get("smoothing"))
+        options = {**options, "start": start}
         if options["affine"] is False:  # an earlier round's affine stage has decided it
-            options = {**options, "similarity": measure}
+            options["similarity"] = last["compared_by"]
     found = common.aligned(pair["fixed"], pair["moving"], **options)
     if "moving" in found.segmentations:
         raise InputError(f"{pair['moving']}: a segmentation; give its image.")
@@ -349,10 +341,12 @@ def centred_deformation(row, middle, exact):
     return logarithm(rest) if exact else rest
 
 
-def field_of(row, middle):
-    """The map from the moved template to a subject on the template's grid: (N, *size) in voxels, an array."""
+def moved(row, middle):
+    """A row after the template has moved: its matrix and the whole map in field.npy, (N, *size), lead from there."""
     inner = (0, ..., *(slice(middle["margin"], -middle["margin"]) for _ in middle["way"].shape[2:]))
-    return centred_field(row, middle)[inner].numpy()
+    field = centred_field(row, middle)[inner].numpy()
+    write_file(Path(row["folder"]) / FIELD, lambda file: np.save(file, field))
+    return {**row, "matrix": (np.array(row["matrix"]) @ middle["before"]).tolist()}
 
 
 def average_of(rows, affine, amount, symmetric):
@@ -383,26 +377,22 @@ def sharpness(image):
 # What is written
 # ---------------------------------------------------------------------------------------------------------------------
 
-def finish(out, rows, starts, image, affine, items, left_out, history):
-    """Write the template, its labels, and each subject's field and volumes. Returns: rows, failed, history.
-
-    starts: as for `onto_template`.
-    """
+def finish(out, rows, image, affine, items, left_out, history):
+    """Write the template, its labels, and each subject's field and volumes. Returns: rows, failed, history."""
     (out / LABEL).unlink(missing_ok=True)  # of an earlier template
     write_volume(out / TEMPLATE, image, affine)
     items, done, maps = {item["id"]: item for item in items}, [], {}
     for row in rows:
         folder = out / "subjects" / row["name"]
         folder.mkdir(parents=True, exist_ok=True)
-        field, own = np.load(Path(row["folder"]) / FIELD), read_volume(row["moving"], image.ndim)
+        field, (volume, own) = np.load(Path(row["folder"]) / FIELD), read_volume(row["moving"], image.ndim)
         paths = [folder / "field.nii.gz", folder / "warped.nii.gz"]
         write_field(paths[0], field, affine)
-        write_volume(paths[1], apply_field(*own, field, affine), affine)
-        matrix = starts[row["name"]][0].tolist()
-        row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve()), "matrix": matrix}
+        write_volume(paths[1], apply_field(volume, own, field, affine), affine)
+        row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve())}
         (folder / "warped_label.nii.gz").unlink(missing_ok=True)
         label = items[row["name"]]["label"]
-        found = label and attempt(str(label), label_of, label, row["moving"], *own)
+        found = label and attempt(str(label), common.label_of, label, row["moving"], volume.shape, own)
         if isinstance(found, str):
             row["warnings"] = [found]
         elif found:
@@ -433,14 +423,6 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
     shared += [out / LABEL] * bool(maps)
     done[0]["files"].update(file_digests(shared, out))  # checked with the first subject
     return judge_list(done), failed, history
-
-
-def label_of(path, image, array, affine):
-    """A subject's label map and its affine. Raises InputError unless it is on the grid of the image."""
-    label, own = read_label(path, array.ndim)
-    require_same_grid(f"{path}: the label map", label.shape, own, image, array.shape, affine,
-                      "resample it to its image")
-    return label, own
 
 
 def write_template_page(out, rows, failed, history, args):

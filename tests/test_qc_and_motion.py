@@ -14,7 +14,7 @@ from Inference.results import read_results
 from Runtime import memory
 from Runtime.errors import InputError
 from Study import motion
-from Study.common import claim
+from Study.common import locked
 from Study.motion import displacement, parameters_of
 from Study.qc import outlier_of
 from tests.test_jacobian import table, texture
@@ -37,7 +37,7 @@ def write_results(place, count, size=SIZE):
     write_volume(place / "fixed_label.nii.gz", subject["label"].astype(np.uint8), AFFINE)
     write_volume(place / "reg/all/warped.nii.gz", subject["image"], AFFINE)
     write_volume(place / "reg/all/warped_label.nii.gz", subject["label"].astype(np.uint8), AFFINE)
-    rows = [{"name": f"s_{number:03d}", "folder": "all", "fixed": str(place / "fixed.nii.gz"),
+    rows = [{"name": f"s_{number:03d}", "folder": "all", "fixed": str(place / "fixed.nii.gz"), "matrix": [],
              "fixed_label": str(place / "fixed_label.nii.gz"), "similarity_before": 0.2, "labels": {},
              "similarity": 0.8 + 0.0001 * number, "dice": 0.8, "warnings": []} for number in range(count)]
     rows[-1]["similarity"] = 0.5
@@ -163,16 +163,12 @@ def test_a_file_of_the_users_is_not_replaced_by_a_result_of_that_name(tmp_path, 
 
 
 def test_what_a_killed_run_has_left_may_be_replaced_unless_it_is_an_input(tmp_path):
-    (tmp_path / "old/pass_1").mkdir(parents=True)  # of 1.3.0, which wrote the results themselves last
-    (tmp_path / "old/pass_1/results.json").write_text(
-        '{"version": "1.3.0", "pairs": [], "settings": {"program": "motion"}}')
-    (tmp_path / "old/reference.nii.gz").touch()
-    claim(tmp_path / "old", "motion", ["reference.nii.gz", "pass_1/results.json"])
     for _ in range(2):
-        claim(tmp_path, "motion", ["reference.nii.gz"], [tmp_path / "bold.nii.gz", None])
-        (tmp_path / "reference.nii.gz").touch()
+        with locked(tmp_path, "motion", ["reference.nii.gz"], [tmp_path / "bold.nii.gz", None]):
+            (tmp_path / "reference.nii.gz").touch()
     with pytest.raises(InputError, match="reference.nii.gz: a result with the same name would overwrite this input"):
-        claim(tmp_path, "motion", ["reference.nii.gz"], [tmp_path / "reference.nii.gz"])
+        with locked(tmp_path, "motion", ["reference.nii.gz"], [tmp_path / "reference.nii.gz"]):
+            pass
 
 
 def test_no_results_are_refused(tmp_path, capsys):

@@ -310,7 +310,7 @@ def warped_in(folder):
     return {path.parent.name for path in folder.glob("out/atlases/*/warped*.nii.gz")}
 
 
-def test_an_image_that_failed_in_joining_is_only_joined_by_the_next_run(joined, tmp_path, capsys):
+def test_an_image_that_failed_in_joining_is_only_joined_by_the_next_run(joined, tmp_path, monkeypatch, capsys):
     """Wherever images and results are then, and also through links, whose own names count."""
     place = tmp_path / "moved"
     shutil.copytree(joined, place)
@@ -320,7 +320,8 @@ def test_an_image_that_failed_in_joining_is_only_joined_by_the_next_run(joined, 
     (place / "new/s_2.nii.gz").symlink_to(place / "stored.nii.gz")
     (place / "out/atlases/of_mine").mkdir()
     (place / "out/atlases/of_mine/warped.nii.gz").touch()
-    assert join_in(place) == 0
+    monkeypatch.chdir(place)
+    assert join_in(place, "--out", "out") == 0
     printed = capsys.readouterr().err
     assert "out: keeping 1 of 2 images" in printed and "out/atlases: keeping 1 of 1 pairs" in printed
     rows = json.loads((place / "out/results.json").read_text())["pairs"]

@@ -155,10 +155,10 @@ def three_at_the_end(folder, lesion, organ):
         (folder / item["id"]).mkdir()
         np.save(folder / item["id"] / FIELD, np.zeros((2, *image.shape), np.float32))
         rows.append({"name": item["id"], "folder": str(folder / item["id"]), "moving": str(item["image"]),
-                     "similarity": 0.9, "verdict": "ok", "reason": ""})
+                     "matrix": np.eye(4).tolist(), "similarity": 0.9, "verdict": "ok", "reason": ""})
         items.append({**item, "source": {}})
     write_volume(folder / "round_0" / TEMPLATE, image, affine)
-    return rows, {item["id"]: (np.eye(4), None, "correlation") for item in items}, image, affine, items
+    return rows, image, affine, items
 
 
 @pytest.mark.parametrize("lesion, organ, dices, pairs", [(1, 2, {"1": 0.0, "2": 1.0}, 0.5), (1, 0, {}, 0.0),
@@ -179,9 +179,9 @@ def test_lesions_that_no_two_subjects_share_are_a_dice_of_0(tmp_path, lesion, or
 
 def test_label_maps_that_do_not_fit_or_are_gone_do_not_count_and_leave_nothing_of_an_earlier_run(tmp_path):
     """The rows have the digests from before the work; a file that this user may not read has none."""
-    rows, starts, image, affine, items = three_at_the_end(tmp_path, 0, 2)
+    rows, image, affine, items = three_at_the_end(tmp_path, 0, 2)
     items.append({"id": "s_3", "image": tmp_path / "s_3.nii.gz", "label": None, "source": {"moving": None}})
-    args = tmp_path, rows, starts, image, affine, items, {"s_3": "Permission denied"}, [{"round": 0}]
+    args = tmp_path, rows, image, affine, items, {"s_3": "Permission denied"}, [{"round": 0}]
     done, _, history = finish(*args)
     assert [row["dice"] for row in done] == [1, 1, 1] and history[-1]["dice_pairs"] == 1
     write_volume(items[0]["label"], np.ones((16, 17), np.uint8), np.diag([2.0, 1, 1, 1]))
