@@ -35,36 +35,28 @@ def finding(rule, step, sentence, advice):
 
 def straggler(found):
     """A rank whose own work takes longer than that of the others, so that they wait for it in every step."""
-    paces = own_seconds(found)
-    if len(paces) < 2:
-        return []
-    windows = sorted(set.intersection(*(set(rows) for rows in paces.values())))[-WINDOWS:]
+    own, findings = own_seconds(found), []
+    windows = sorted(set.intersection(*map(set, own.values())))[-WINDOWS:] if len(own) > 1 else []
     if len(windows) < WINDOWS:
         return []
-    findings = []
-    for rank, rows in paces.items():
-        others = [other for number, other in paces.items() if number != rank]
-        ratios = [sum(rows[window].values()) / max(np.median([sum(other[window].values()) for other in others]), 1e-9)
-                  for window in windows]
-        if min(ratios) < SLOWER:
+    seconds = np.array([[rows[window] for window in windows] for rows in own.values()])  # (ranks, windows, phases)
+    for number, rank in enumerate(own):
+        mine, others = seconds[number], np.delete(seconds, number, axis=0)
+        ratios = mine.sum(1) / np.maximum(np.median(others.sum(2), axis=0), 1e-9)
+        if ratios.min() < SLOWER:
             continue
-        lost = {phase: mean_of(rows, windows, phase) - np.median([mean_of(other, windows, phase) for other in others])
-                for phase in OWN}
-        more = 100 * (float(np.median(ratios)) - 1)
+        lost = mine.mean(0) - np.median(others.mean(1), axis=0)
         findings.append(finding(
-            "straggler", windows[-1], f"rank {rank} on {host_of(found, rank)} is {more:.0f} % slower than the others "
-            f"in its own work, most of all in {max(lost, key=lost.get)}; all ranks wait for it in every step",
+            "straggler", windows[-1], f"rank {rank} on {host_of(found, rank)} is {100 * np.median(ratios) - 100:.0f} % "
+            f"slower than the others in its own work, most of all in {OWN[lost.argmax()]}; all ranks wait for it in "
+            "every step",
             "check that node: clocks and temperature of the device, other processes, a slow disk if it waits for "
             "data; exclude it with `sbatch --exclude=NODE`"))
     return findings
 
 
-def mean_of(rows, windows, phase):
-    return np.mean([rows[window][phase] for window in windows])
-
-
 def own_seconds(found):
-    """{rank: {last step of a window: {phase: seconds per step}}} of the newest attempt, by `own_of`.
+    """{rank: {last step of a window: seconds per step}} of the newest attempt, by `own_of`.
 
     The first window of an attempt is left out, because it includes compiling and connecting.
     """
@@ -84,8 +76,8 @@ def newest_ranks(found):
 
 
 def own_of(line):
-    """Seconds per step of a rank's own work, by phase. line: of an event "pace"."""
-    return {name: line["spent"].get(name, 0.0) / line["steps"] for name in OWN}
+    """Seconds per step of a rank's own work, an array with the phases of OWN. line: of an event "pace"."""
+    return np.array([line["spent"].get(phase, 0.0) for phase in OWN]) / line["steps"]
 
 
 def host_of(found, rank):
@@ -130,27 +122,22 @@ def clipped_away(found):
     cfg, steps = found["config"], tail_of(found["once"], CLIP_STEPS)
     if cfg.get("optim.moments") == "per_mode":
         return []
-    modes = {mode["name"]: mode for mode in found["modes"]}
-    limits = {name: cfg.get(mode.get("clip_norm")) for name, mode in modes.items()}
-    norms, kept = {}, {}
-    for name, column in steps.items():
-        mode = name.removeprefix("norms.")
-        column = column[np.isfinite(column)]
-        if name.startswith("norms.") and len(column) >= CLIP_STEPS // 2:
-            norms[mode] = column
-            kept[mode] = float(np.median(np.minimum(column, limits.get(mode) or np.inf)))
-    findings = []
+    keys, findings = {mode["name"]: mode.get("clip_norm") for mode in found["modes"]}, []
+    norms = {name.removeprefix("norms."): column[np.isfinite(column)] for name, column in steps.items()
+             if name.startswith("norms.")}
+    norms = {mode: column for mode, column in norms.items() if len(column) >= CLIP_STEPS // 2}
+    limits = {mode: cfg.get(keys.get(mode)) or np.inf for mode in norms}
+    kept = {mode: np.median(np.minimum(column, limits[mode])) for mode, column in norms.items()}
+    strongest = max(kept, key=kept.get, default=None)
     for mode, column in norms.items():
-        limit = limits.get(mode)
-        if not limit or np.mean(column > limit) < ALWAYS or kept[mode] >= NOTHING * max(kept.values()):
-            continue
-        strongest = max(kept, key=kept.get)
-        findings.append(finding(
-            "clipped away", steps["step"][-1], f"{mode} is clipped in {100 * np.mean(column > limit):.0f} % of the "
-            f"steps, from a norm of {np.median(column):.2g} to {limit:.2g}, {kept[strongest] / limit:,.0f} times below "
-            f"that of {strongest}: it learns next to nothing",
-            f"raise {modes[mode]['clip_norm']}, or lower the weights of {strongest} (loss.* in the config); the "
-            "comment above `loss:` in Config/config_om.yaml explains how"))
+        share, limit = np.mean(column > limits[mode]), limits[mode]
+        if share >= ALWAYS and kept[mode] < NOTHING * kept[strongest]:
+            findings.append(finding(
+                "clipped away", steps["step"][-1], f"{mode} is clipped in {100 * share:.0f} % of the steps, from a "
+                f"norm of {np.median(column):.2g} to {limit:.2g}, {kept[strongest] / limit:,.0f} times below that of "
+                f"{strongest}: it learns next to nothing",
+                f"raise {keys[mode]}, or lower the weights of {strongest} (loss.* in the config); the comment above "
+                "`loss:` in Config/config_om.yaml explains how"))
     return findings
 
 

@@ -223,7 +223,7 @@ def ranks_table(found):
     own, rows = own_seconds(found), []
     for rank, lines in newest_ranks(found).items():
         last = lines[-1]
-        work = [sum(row.values()) for row in list(own.get(rank, {}).values())[-5:]]
+        work = [seconds.sum() for seconds in list(own.get(rank, {}).values())[-5:]]
         memory = [last.get(key) and last[key] / 2 ** 30 for key in ("host_used", "device_reserved", "device_free")]
         rows.append([rank, host_of(found, rank), sum(work) / len(work) if work else None, *memory])
     header = ["rank", "node", "own work s", "host GiB", "torch holds GiB", "device free GiB"]

@@ -117,7 +117,7 @@ def rank_charts(found):
     for rank, lines in newest_ranks(found).items():
         lines = [line for line in lines if line.get("steps")]
         x = [line["step"] for line in lines]
-        own[rank] = (x, [sum(own_of(line).values()) for line in lines])
+        own[rank] = (x, [own_of(line).sum() for line in lines])
         for target, key in ((host, "host_used"), (device, "device_free"), (reserved, "device_reserved")):
             target[rank] = (x, [np.nan if line.get(key) is None else line[key] / GIB for line in lines])
     charts = [line_chart("own work of a step, s", few(own), restarts(found), log=True,

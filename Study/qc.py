@@ -35,10 +35,10 @@ def qc(args):
     with locked(args.out, "qc", names) as out:
         settings = {"program": "qc"}
         tasks = [(entry_of(row), out / "thumbnails") for row in rows]
-        draw = functools.partial(draw_row, str(out), {row["name"]: row for row in rows})
+        now = {row["name"]: row for row in rows}
+        draw = functools.partial(draw_row, str(out), now)
         drawn, undrawn = do_all(out, tasks, draw, settings, args.workers, "drawing", "subject", args.again)
         # Pictures are kept from an earlier run, numbers are not: outliers depend on all subjects of now.
-        now = {row["name"]: row for row in rows}
         drawn = [{"labels": {}, **numbers_of(now[row["name"]]), **{key: row[key] for key in DRAWN}} for row in drawn]
         page = write_qc_page(out, drawn, failed + undrawn, args)
         counts = {word: sum(row["verdict"] == word for row in drawn) for word in VERDICTS}
@@ -51,14 +51,14 @@ def all_rows(sources):
     rows, failed = [], []
     for source in map(Path, sources):
         folder = source if source.is_dir() else source.parent
-        found = list(read_results(folder)["pairs"].values())
-        left_out = read_results(folder)["failed"]
-        if not found and not left_out:
+        earlier = read_results(folder)
+        found = list(earlier["pairs"].values())
+        if not found and not earlier["failed"]:
             raise InputError(f"{source}: no results.json with results; give the --out of register, template or "
                              "segment.")
         judged = judge_list(found) if all("similarity" in row for row in found) else found
         prefix = f"{folder.name}/" if len(sources) > 1 else ""
-        failed += [{**entry, "name": prefix + entry["name"]} for entry in left_out]
+        failed += [{**entry, "name": prefix + entry["name"]} for entry in earlier["failed"]]
         rows += [{**row, **outlier_of(row, judged), "name": prefix + row["name"]} for row in judged]
     if not rows:
         raise InputError(f"{sources[0]}: none of its {len(failed)} entries could be processed: "
@@ -105,13 +105,12 @@ def draw_row(out, rows, entry, folder, earlier):
         dims, heat = dims_of(entry["fixed"]), None
         fixed, affine = read_volume(entry["fixed"], dims)
         image = read_volume(entry["warped.nii.gz"], dims)[0]
-        known = None
+        outlines = [((in_range(fixed, fixed) > BRIGHT).astype(np.uint8), 0)]
         if "fixed_label" in entry:  # with --resample-labels on a grid of its own
             zero = np.zeros((dims, *fixed.shape), np.float32)
-            known = apply_field(*read_label(entry["fixed_label"], dims), zero, affine, order=0)
-        outlines = [((in_range(fixed, fixed) > BRIGHT).astype(np.uint8) if known is None else known, 0)]
-        if known is not None and "warped_label.nii.gz" in entry:
-            outlines.append((read_label(entry["warped_label.nii.gz"], dims)[0], 1))
+            outlines = [(apply_field(*read_label(entry["fixed_label"], dims), zero, affine, order=0), 0)]
+            if "warped_label.nii.gz" in entry:
+                outlines.append((read_label(entry["warped_label.nii.gz"], dims)[0], 1))
     else:
         raise InputError(f"{row['folder']}: it has neither a warped volume nor a label map; compute these results "
                          "again.")
@@ -125,8 +124,8 @@ def picture_of(name):
 
 
 def numbers_of(row):
-    """A row without what belongs to the files of its own results."""
-    return {key: value for key, value in row.items() if key not in ("files", "source", "folder", "warnings")}
+    """A row without what belongs to its picture, or to the files of its own results."""
+    return {key: value for key, value in row.items() if key not in DRAWN}
 
 
 def write_qc_page(out, rows, failed, args):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import OM_prepare
 from omnimorph import explain
 from tests.tiny import ROOT
 
@@ -84,12 +85,12 @@ def test_every_refusal_of_the_code_is_known_by_its_sentence(refusals):
         assert (template, name) in explain.matching_refusals(said, refusals), template
 
 
-def test_a_log_is_read_from_standard_input(tmp_path):
-    refused = subprocess.run([sys.executable, "OM_prepare.py", "--config", "Config/config_medium.yaml", "--set",
-                              f"data.root={tmp_path}/nowhere"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert refused.returncode == 43
+def test_a_log_is_read_from_standard_input(tmp_path, capsys):
+    words = ["--config", str(ROOT / "Config/config_medium.yaml"), "--set", f"data.root={tmp_path}/nowhere"]
+    assert OM_prepare.main(words) == 43
+    log = f"{capsys.readouterr().err}\nRuntimeError: UR_RESULT_ERROR_DEVICE_LOST\n"
     found = subprocess.run([sys.executable, "-m", "omnimorph.explain"], cwd=ROOT, capture_output=True, text=True,
-                           timeout=120, input=f"{refused.stderr}\nRuntimeError: UR_RESULT_ERROR_DEVICE_LOST\n")
+                           timeout=120, input=log)
     assert found.returncode == 0
     assert "no such data folder or list" in found.stdout and "Dataloader/datalist.py" in found.stdout
     assert "the driver or the card failed" in found.stdout

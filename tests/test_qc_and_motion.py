@@ -294,13 +294,16 @@ def test_what_is_wrong_with_all_frames_or_with_the_machine_is_an_error_and_no_re
 
 
 def test_a_negative_time_of_a_frame_is_written_as_a_positive_one(tmp_path):
-    path = tmp_path / "bold.nii"
-    write_volume(path, np.stack([make_subject(0, (12, 13, 11))["image"]] * 2, -1), AFFINE)
+    path, frames = tmp_path / "bold.nii", np.stack([make_subject(0, (12, 13, 11))["image"]] * 2, -1)
+    write_volume(path, frames, AFFINE)
     content = bytearray(path.read_bytes())
     content[76 + 4 * 4:76 + 4 * 5] = np.float32(-2).tobytes()  # pixdim[4]
     path.write_bytes(content)
-    assert run("motion", "--series", path, "--device", "cpu", "--out", tmp_path / "out") == 0
-    assert open_nifti(tmp_path / "out/aligned.nii.gz").header.get_zooms()[3] == 2
+    np.save(tmp_path / "block.npy", frames)
+    aligned = {"matrix": np.eye(4), "similarity_before": 1.0, "similarity": 1.0, "verdict": "ok"}
+    block = {"folder": tmp_path, "name": "block", "frames": [{"frame": number, **aligned} for number in range(2)]}
+    motion.join(tmp_path, [block], path, frames.shape, AFFINE, 50)
+    assert open_nifti(tmp_path / "aligned.nii.gz").header.get_zooms()[3] == 2
 
 
 @pytest.mark.parametrize("name, said", [("bold.nii.gz", "truncated or corrupt"),

@@ -23,7 +23,6 @@ from Report.run_logs import read_run
 from Runtime.errors import InputError
 from Runtime.files import append_line
 from Runtime.profile import new_profile, parse_steps, profile_step
-from tests import launching
 from tests.faults.common import run_of
 from tests.made_up_run import START, STEP_S, made_up_run
 from tests.test_page import NASTY, Balance
@@ -219,23 +218,20 @@ def test_durations_in_words():
         "7 s", "119 s", "5 min", "3 h 20 min", "3 d 0 h", "-"]
 
 
-def test_follow_keeps_page_and_terminal_up_to_date_until_the_end(tmp_path):
+def test_follow_keeps_page_and_terminal_up_to_date_until_the_end(tmp_path, monkeypatch, capsys):
     run = made_up_run(tmp_path / "run", 30, ended=False)
-    heard_of_now = {"event": "now", "attempt": 0, "rank": 0, "step": 29, "mode": "", "phase": "data", "number": 1,
-                    "time": time.time(), "deadline": 900, "host": "h"}
-    append_line(run / "rank0.jsonl", heard_of_now)
-    body = (f"import sys\nfrom Report import run as report\nreport.FOLLOW_S = 0.3\nreport.FOLLOW_SHARE = 0\n"
-            f"sys.exit(report.main([{str(run)!r}, '--follow', '--text']))")
-    process = launching.start([sys.executable, "-c", body], cwd=ROOT, stdout=-1, text=True)
-    until = time.time() + 20
-    while not (run / "report.html").exists():
-        assert time.time() < until
-        time.sleep(0.05)
-    assert 'http-equiv="refresh"' in (run / "report.html").read_text()
-    end_of(run, decision="done", cause="done", sentence="The training is complete.", time=time.time(),
-           verdict={"dead": False, "cause": "done"})
-    shown = process.communicate(timeout=20)[0]
-    assert process.returncode == 0 and "Running: rank" in shown and "Done since" in shown
+    append_line(run / "rank0.jsonl", {"event": "now", "attempt": 0, "rank": 0, "step": 29, "mode": "", "phase": "data",
+                                      "number": 1, "time": time.time(), "deadline": 900, "host": "h"})
+
+    def end_meanwhile(seconds):
+        assert seconds >= report.FOLLOW_S and 'http-equiv="refresh"' in (run / "report.html").read_text()
+        end_of(run, decision="done", cause="done", sentence="The training is complete.", time=time.time(),
+               verdict={"dead": False, "cause": "done"})
+
+    monkeypatch.setattr(report.time, "sleep", end_meanwhile)
+    assert main([str(run), "--follow", "--text"]) == 0
+    shown = capsys.readouterr().out
+    assert "Running: rank" in shown and "Done since" in shown
     assert 'http-equiv="refresh"' not in (run / "report.html").read_text()
 
 

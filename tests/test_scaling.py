@@ -19,10 +19,6 @@ START = 1_000_000.0
 LEAD = [{"start": 5.0, "epoch": 1.0, "forward": 30.0}, {"forward": 7.0}, {"forward": 6.0}]  # compiles
 
 
-def command(*words):
-    return launching.run([sys.executable, "Scripts/scaling.py", *words], cwd=ROOT, timeout=100)
-
-
 class Log:
     """A run folder written by hand; time goes by as the phases of the steps say."""
 
@@ -175,9 +171,10 @@ def test_bad_input_is_a_sentence(tmp_path, capsys):
     with pytest.raises(InputError, match="logs have no step yet"):
         measurements(log.run)
     log.steps(0, LEAD)
-    ended = command(log.run)
-    assert ended.returncode == 43 and ended.stdout == "" and "Traceback" not in ended.stderr
-    assert ended.stderr.startswith(f"error: {log.run}: none of its 3 steps counts, because the first {WARM_UP}")
+    assert main([str(log.run)]) == 43
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {log.run}: none of its 3 steps counts, because the first {WARM_UP}")
+    assert not printed.out
     log.steps(3, [{"forward": 1.0}])
     (tmp_path / "file").write_text("in the way")
     assert main([str(log.run), "--out", str(tmp_path / "file")]) == 43
@@ -214,7 +211,8 @@ def expected_rate(folder):
 
 @pytest.mark.slow
 def test_the_report_on_real_runs(folders, tmp_path):
-    ended = command(*map(run_of, folders), "--out", tmp_path / "new/out")
+    words = [*map(run_of, folders), "--out", tmp_path / "new/out"]
+    ended = launching.run([sys.executable, "Scripts/scaling.py", *words], cwd=ROOT, timeout=100)
     assert ended.returncode == 0, ended.stderr
     *shown, last = ended.stdout.splitlines()
     result, page = json.loads(last), tmp_path / "new/out/scaling.html"

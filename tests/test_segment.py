@@ -13,7 +13,6 @@ import OM_study
 from Dataloader.nifti import read_label, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
-from Runtime import __version__
 from Study.atlases import join_labels, sizes, voters
 from Study.fusion import TRUST, best_shift, by_intensity, count, fuse, is_thick, joint_weights, neighbours
 from Study.thumbnails import COLOURS, GREYS, palette, thumbnail, tile
@@ -254,41 +253,6 @@ def test_what_cannot_be_is_refused_in_one_sentence(place, words, said, capsys):
     assert len(errors) == 1 and said in errors[0]
 
 
-def test_broken_atlases_and_labels_on_another_grid_are_named_and_only_what_is_missing_is_made_again(tmp_path, capsys):
-    for seed in range(3):
-        subject, where = make_subject(seed, (16, 17), dims=2), tmp_path / ("new" if seed else "atlases")
-        label = subject["label"].astype(np.uint8)[seed // 2:]  # the last one lacks a row
-        write_volume(where / f"s_{seed}.nii.gz", subject["image"], AFFINE)
-        write_volume(where / f"s_{seed}_dseg.nii.gz", label, AFFINE)
-    shutil.copy(tmp_path / "atlases/s_0_dseg.nii.gz", tmp_path / "atlases/broken_dseg.nii.gz")
-    (tmp_path / "atlases/broken.nii.gz").write_bytes(b"not a volume")
-    words = ["segment", "--atlases", str(tmp_path / "atlases"), "--images", str(tmp_path / "new"), "--most", "1",
-             "--affine", "rigid", "--device", "cpu", "--out", str(tmp_path / "out")]
-    results = tmp_path / "out/results.json"
-    for version in ("0.0.1", __version__):  # what another version has written is made again
-        assert OM_study.main(words) == 0
-        printed = capsys.readouterr().err
-        assert "s_2_dseg.nii.gz: the label map" in printed and "resample it to its image" in printed
-        assert "Traceback" not in printed and "keeping" not in printed
-        [row] = json.loads(results.read_text())["pairs"]
-        assert row["name"] == "s_1" and row["taken"] == ["s_0"] and 0 < row["dice"] <= 1
-        assert any("the atlas broken does not vote: " in sentence for sentence in row["warnings"])
-        for path in (tmp_path / "out").rglob("results.json"):
-            path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))
-    before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*/*.nii.gz")}
-    assert len(before) == 2 and OM_study.main(words) == 0
-    assert "keeping 1 of 2 images from an earlier run" in capsys.readouterr().err
-    (tmp_path / "out/s_1/doubt.nii.gz").unlink()
-    assert OM_study.main([*words, "--strict"]) == 43
-    assert "error: s_2 is left out" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in before} == before
-    shutil.copy(tmp_path / "new/s_1.nii.gz", tmp_path / "atlases/broken.nii.gz")  # mended, and now the most similar one
-    write_volume(tmp_path / "atlases/broken.nii.gz", make_subject(1, (16, 17), dims=2)["image"] * 2, AFFINE)
-    assert OM_study.main(words) == 0 and "keeping" not in capsys.readouterr().err.replace("ranking: keeping", "")
-    [row] = json.loads(results.read_text())["pairs"]
-    assert row["taken"] == ["broken"]
-
-
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory):
     """One atlas and two images, of which s_2 has a label map on another grid; the results of the other one."""
@@ -310,10 +274,34 @@ def warped_in(folder):
     return {path.parent.name for path in folder.glob("out/atlases/*/warped*.nii.gz")}
 
 
+def test_broken_atlases_and_labels_on_another_grid_are_named_and_only_what_is_missing_is_made_again(joined, tmp_path,
+                                                                                                    capsys):
+    place = shutil.copytree(joined, tmp_path / "copy")
+    shutil.copy(place / "atlases/s_0_dseg.nii.gz", place / "atlases/broken_dseg.nii.gz")
+    (place / "atlases/broken.nii.gz").write_bytes(b"not a volume")
+    assert join_in(place, "--most", "1") == 0
+    printed = capsys.readouterr().err
+    assert "s_2_dseg.nii.gz: the label map" in printed and "resample it to its image" in printed
+    assert "Traceback" not in printed and "keeping" not in printed
+    [row] = json.loads((place / "out/results.json").read_text())["pairs"]
+    assert row["name"] == "s_1" and row["taken"] == ["s_0"] and 0 < row["dice"] <= 1
+    assert any("the atlas broken does not vote: " in sentence for sentence in row["warnings"])
+    before = {path: path.read_bytes() for path in (place / "out").glob("*/*.nii.gz")}
+    (place / "out/s_1/doubt.nii.gz").unlink()
+    assert len(before) == 2 and join_in(place, "--most", "1", "--strict") == 43
+    assert "error: s_2 is left out" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+    image, affine = read_volume(place / "new/s_1.nii.gz", 2)
+    write_volume(place / "atlases/broken.nii.gz", 2 * image, affine)  # mended, and now the most similar one
+    assert join_in(place, "--most", "1") == 0
+    assert "keeping" not in capsys.readouterr().err.replace("ranking: keeping", "")
+    [row] = json.loads((place / "out/results.json").read_text())["pairs"]
+    assert row["taken"] == ["broken"]
+
+
 def test_an_image_that_failed_in_joining_is_only_joined_by_the_next_run(joined, tmp_path, monkeypatch, capsys):
     """Wherever images and results are then, and also through links, whose own names count."""
-    place = tmp_path / "moved"
-    shutil.copytree(joined, place)
+    place = shutil.copytree(joined, tmp_path / "moved")
     assert warped_in(place) == {"s_0_to_s_2"}
     write_volume(place / "new/s_2_dseg.nii.gz", make_subject(2, (16, 17), dims=2)["label"].astype(np.uint8), AFFINE)
     shutil.move(place / "new/s_2.nii.gz", place / "stored.nii.gz")
@@ -330,8 +318,7 @@ def test_an_image_that_failed_in_joining_is_only_joined_by_the_next_run(joined, 
 
 
 def test_a_label_map_that_was_corrected_is_not_made_anew(joined, tmp_path, capsys):
-    place = tmp_path / "copy"
-    shutil.copytree(joined, place)
+    place = shutil.copytree(joined, tmp_path / "copy")
     label = place / "out/s_1/label.nii.gz"
     write_volume(label, np.full((16, 17), 7, np.uint8), AFFINE)
     corrected = label.read_bytes()
@@ -343,8 +330,7 @@ def test_a_label_map_that_was_corrected_is_not_made_anew(joined, tmp_path, capsy
 
 
 def test_registered_atlases_that_are_to_be_kept_are_made_again_where_they_are_gone(joined, tmp_path, capsys):
-    place = tmp_path / "copy"
-    shutil.copytree(joined, place)
+    place = shutil.copytree(joined, tmp_path / "copy")
     for kept in ("1 of 2", "1 of 1"):  # the first time s_0_to_s_2, then only the failed image asks for its pair
         assert join_in(place, "--keep") == 0
         printed = capsys.readouterr().err
