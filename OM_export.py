@@ -35,9 +35,10 @@ PUBLISHED_LICENCE = "Apache-2.0"  # of the published method's repository, its we
 PUBLISHED = """Trained by its authors: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Papież, "Deformation-recovery diffusion
 model (DRDM): instance deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987;
 weights from github.com/jianqingzheng/def_diff_rec. The file does not record how long and on which data."""
-REGISTER = "".join(
-    f"    omnimorph register --fixed F.nii.gz --moving M.nii.gz --model FOLDER {words}\n"
-    for words in ("--affine none --refine 0 --out Results/fast", "--out Results/pair"))
+REGISTER = """\
+    omnimorph register --fixed F.nii.gz --moving M.nii.gz --model FOLDER --affine none --refine 0 --out Results/fast
+    omnimorph register --fixed F.nii.gz --moving M.nii.gz --model FOLDER --out Results/pair
+"""
 CONFIG, PAGE = "config.json", "README.md"  # beside EXPORTED; a hub displays PAGE and counts downloads by CONFIG
 # The last one may hold a secret address.
 PLACES = ("data.root", "data.cache", "data.pair_list", "data.stage", "run.models", "run.logs", "run.notify")

@@ -326,8 +326,8 @@ def as_text(found):
     ended = [(row["number"], row["steps"], row["cause"], row["rank"], row["host"], row["place"] * row["dead"],
               round(row["cost"], 1)) for row in attempt_rows(found)[-10:]]
     parts.append(text_table(["attempt", "steps", "ended by", "rank", "node", "in", "cost s"], ended))
-    if ranks_table(found)[1]:
-        parts.append(text_table(*ranks_table(found)))
+    ranks = ranks_table(found)
+    parts += [text_table(*ranks)] if ranks[1] else []
     parts += [f"changed {heading}: " + ", ".join(f"{key} {old} -> {new}" for key, old, new in rows)
               for heading, rows in config_changes(found)]
     return "\n\n".join(parts)

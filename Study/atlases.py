@@ -19,7 +19,7 @@ from Diffusion.metrics import average, dice
 from Inference.bids import require_own_bids, require_own_names
 from Inference.labels import apply_label, vote
 from Inference.outputs import grid_header, write_warped
-from Inference.results import do_all, kept_rows, read_results, source_digests
+from Inference.results import damage, do_all, kept_rows, read_results, source_digests
 from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
@@ -53,7 +53,7 @@ def segment(args):
     with common.locked(args.out, "segment", names, inputs) as out:
         kept = {}
         if not args.again:
-            common.require_uncorrected(out, LABEL, [item["id"] for item in images])
+            require_uncorrected(images, out)
             kept = kept_images(images, settings, out, args.keep)
         waiting, starts = rank_all([item for item in images if item["id"] not in kept], options, settings, out, args)
         carried = carry_all(waiting, starts, options, settings, out, args)
@@ -99,6 +99,26 @@ def entry_of(image):
     for atlas in image["atlases"]:
         files.update({f"atlas {atlas['id']}": atlas["image"], f"labels {atlas['id']}": atlas["label"]})
     return {"name": image["id"], **files}
+
+
+def require_uncorrected(images, out):
+    """Raise InputError if somebody has corrected a label map of an earlier run, which would be made anew.
+
+    A label map that cannot be read is only damaged.
+    """
+    rows = read_results(out)["pairs"]
+    for row in (rows[item["id"]] for item in images if item["id"] in rows):
+        path = Path(row["folder"]) / LABEL
+        file = os.path.relpath(path, out)
+        written = {file: row.get("files", {}).get(file)}
+        if not written[file] or not path.is_file() or not damage(written, out):
+            continue
+        try:
+            read_label(path, dims_of(path))
+        except InputError:
+            continue
+        raise InputError(f"{path}: it has changed since it was written, and would be made anew: move it to another "
+                         "folder to keep it, or give --again, which replaces it.")
 
 
 def kept_images(images, settings, out, keep):

@@ -18,10 +18,9 @@ from Dataloader.datalist import (
 )
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import read_label
-from Dataloader.volume import dims_of
 from Inference.outputs import make_folder, scores_of
 from Inference.registration import register
-from Inference.results import damage, file_digests, read_results, require_own, write_results
+from Inference.results import file_digests, read_results, require_own, write_results
 from Report.page import cards_html, findings_html, write_page
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
@@ -99,27 +98,6 @@ def locked(path, program, names, inputs=()):
         if is_new:  # a run that is killed before its first row leaves files of its own
             write_results(out, [], [], {"program": program}, complete=False)
         yield out
-
-
-def require_uncorrected(out, name, images):
-    """Raise InputError if somebody has corrected a label map of an earlier run, which would be made anew.
-
-    out: Path of the results. name: of the label maps in the folders of their images. images: names of those of this
-    run. A label map that cannot be read is only damaged.
-    """
-    rows = read_results(out)["pairs"]
-    for row in (rows[image] for image in images if image in rows):
-        path = Path(row["folder"]) / name
-        file = os.path.relpath(path, out)
-        written = {file: row.get("files", {}).get(file)}
-        if not written[file] or not path.is_file() or not damage(written, out):
-            continue
-        try:
-            read_label(path, dims_of(path))
-        except InputError:
-            continue
-        raise InputError(f"{path}: it has changed since it was written, and would be made anew: move it to another "
-                         "folder to keep it, or give --again, which replaces it.")
 
 
 def label_of(path, image, shape, affine, advice="resample it to its image"):

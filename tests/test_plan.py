@@ -22,6 +22,10 @@ def run(*words):
     return OM_study.main(["plan", *map(str, words), "--device", "cpu"])
 
 
+def args_of(data):
+    return argparse.Namespace(data=str(data), subject_pattern="", purpose="augment")
+
+
 def test_the_grid_covers_the_extent_and_chooses_the_network():
     size, row = grid(np.array([38.0, 54.0, 40.0]), 1.0)
     assert size.tolist() == [40, 56, 40] and row[1] == "config_hippocampus.yaml"
@@ -52,15 +56,13 @@ def test_a_config_that_the_training_takes(tmp_path, capsys):
 def test_the_config_for_a_pattern_finds_its_volumes(tmp_path):
     for number in range(2):
         write_volume(tmp_path / f"data/s_{number}.nii.gz", make_subject(number, (16, 16), dims=2)["image"], np.eye(4))
-    args = argparse.Namespace(data=str(tmp_path / "data/s_*.nii.gz"), subject_pattern="", purpose="augment")
-    write_config(tmp_path, args, "config_hippocampus.yaml", [16, 16], 1.0, 2)
+    write_config(tmp_path, args_of(tmp_path / "data/s_*.nii.gz"), "config_hippocampus.yaml", [16, 16], 1.0, 2)
     cfg = load_config(tmp_path / "config.yaml")
     assert [item["id"] for item in list_volumes(cfg["data.root"])] == ["s_0", "s_1"] and cfg["data.name"]
 
 
 def test_a_config_that_was_edited_is_not_replaced(tmp_path, capsys):
-    args = argparse.Namespace(data=str(tmp_path / "data"), subject_pattern="", purpose="augment")
-    write_config(tmp_path, args, "config_hippocampus.yaml", [16, 16], 1.0, 2)
+    write_config(tmp_path, args_of(tmp_path / "data"), "config_hippocampus.yaml", [16, 16], 1.0, 2)
     words, path = ("--data", tmp_path / "none", "--out", tmp_path), tmp_path / "config.yaml"
     assert run(*words) == 43 and "config.yaml" not in capsys.readouterr().err  # as it was written
     for edited in (path.read_text().replace("epochs: 1", "epochs: 2"), path.read_text() + "optim: {lr: 0.5}\n", "mine"):
@@ -72,18 +74,16 @@ def test_a_config_that_was_edited_is_not_replaced(tmp_path, capsys):
 def test_a_trial_step_that_runs_out_of_memory_is_one_sentence(tmp_path, monkeypatch):
     cost = {"step_memory_bytes": {"cpu": 2 ** 30}, "free_bytes": 2 ** 34, "fits": False, "step_seconds": None}
     monkeypatch.setattr(plan, "dry_run", lambda *_: cost)
-    args = argparse.Namespace(data=str(tmp_path / "data"), subject_pattern="", purpose="augment")
+    seen = [{"voxel_mm": [1.0] * 3, "size_mm": [60.0] * 3, "box_mm": [50.0] * 3}]
     with pytest.raises(InputError, match="data: a training step does not fit into the memory of cpu even at"):
-        plan.choose([{"voxel_mm": [1.0] * 3, "size_mm": [60.0] * 3, "box_mm": [50.0] * 3}], args,
-                    torch.device("cpu"), tmp_path)
+        plan.choose(seen, args_of(tmp_path / "data"), torch.device("cpu"), tmp_path)
 
 
 @pytest.mark.parametrize("base", ["config_om.yaml", "config_hippocampus.yaml"])
 @pytest.mark.parametrize("volumes", [3, 40, 20_000])
 def test_an_epoch_is_long_enough_for_the_validation_after_it(base, volumes, tmp_path):
     """40 volumes made epochs of 18 steps, of which a fast GPU takes seven a second."""
-    args = argparse.Namespace(data=str(tmp_path), subject_pattern="", purpose="augment")
-    write_config(tmp_path, args, base, [128, 128, 128], 1.0, volumes)
+    write_config(tmp_path, args_of(tmp_path), base, [128, 128, 128], 1.0, volumes)
     cfg, plain = load_config(tmp_path / "config.yaml"), load_config(base)
     steps = steps_left(cfg, round(0.9 * volumes), None, split_step(cfg, 1))
     assert steps >= 300 and cfg["data.repeats"] % plain["data.repeats"] == 0

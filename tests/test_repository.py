@@ -119,13 +119,13 @@ def test_the_job_of_every_site_survives_its_time_limit():
 
 
 def test_the_site_lists_every_key():
-    rows = runpy.run_path(str(ROOT / "docs/extra/list_keys.py"))["read_keys"]()
+    hook = runpy.run_path(str(ROOT / "docs/extra/list_keys.py"))
+    rows = hook["read_keys"]()
     config = yaml.safe_load((ROOT / "Config/config_om.yaml").read_text())
     assert sorted(f"{section}.{key}" for section, key, *_ in rows) == sorted(KEYS)
     assert not [key for section, key, value, *_ in rows if yaml.safe_load(value) != config[section][key]]
     assert all(meaning for *_, meaning in rows)
-    mark = runpy.run_path(str(ROOT / "docs/extra/list_keys.py"))["MARK"]
-    assert (ROOT / "docs/configuration.md").read_text().count(mark) == 1
+    assert (ROOT / "docs/configuration.md").read_text().count(hook["MARK"]) == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="requirements-docs.txt is not installed")

@@ -234,18 +234,16 @@ def test_the_most_similar_atlases_and_two_processes_give_labels_too(place, capsy
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--atlases", "{}/new/imagesTr/s_3.nii.gz"], "none of its volumes has a label map"),
-    (["--workers", "0"], "--workers 0: it must be a number of 1 or more"), (["--joins", "x"], "unrecognized arguments"),
-    (["--images", "{}/nowhere.nii.gz"], "nowhere.nii.gz: no such file"),
-    (["--images", "{}/new/imagesTr", "--out", "{}/new/imagesTr"],
+    (["--atlases", "{}/alone/s_3.nii.gz"], "none of its volumes has a label map"),
+    (["--joins", "x"], "unrecognized arguments"), (["--images", "{}/nowhere.nii.gz"], "nowhere.nii.gz: no such file"),
+    (["--images", "{}/alone", "--out", "{}/alone"],
      "a later run would take the results in it for images; choose another --out."),
     (["--out", "{}"], "atlases: it is a folder of images, and a later run")])
 def test_what_cannot_be_is_refused_in_one_sentence(place, words, said, capsys):
     (place / "alone").mkdir(exist_ok=True)
     shutil.copy(place / "new/imagesTr/s_3.nii.gz", place / "alone/s_3.nii.gz")
-    words = [word.format(place).replace("new/imagesTr", "alone") for word in words]
     try:
-        code = run(place, *words, out="refused")
+        code = run(place, *(word.format(place) for word in words), out="refused")
     except SystemExit as ended:
         code = ended.code
     assert code == 43

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from Runtime import launch  # noqa: E402
 from Runtime.device import backend, pick_device, prepare_device, synchronize  # noqa: E402
-from Runtime.errors import STOP, InputError, parse_options  # noqa: E402
+from Runtime.errors import DONE, InputError, parse_options, run_program  # noqa: E402
 from Runtime.keyed_random import generator  # noqa: E402
 from Runtime.memory import peak_bytes  # noqa: E402
 from Scripts.smoke import results  # noqa: E402
@@ -275,7 +275,8 @@ def parse_arguments(argv):
 
 
 def answer(args):
-    """Print what bash_smoke.sh asks beside the steps: results, this host, or parameter counts."""
+    """Print what bash_smoke.sh asks beside the steps: results, this host, or parameter counts. Returns: the exit
+    code."""
     if args.table:
         print(results.table(args.folder, args.table))
     elif args.host:
@@ -284,19 +285,16 @@ def answer(args):
     else:
         for step in STEPS:
             print(f"{step} {count(network(step, args.scale, 'meta')):,} parameters, h = {hidden(step, args.scale)}")
+    return DONE
 
 
-def main(argv):
+def main(argv=None):
     args = parse_arguments(argv)
-    if args.step:
-        run_rank(args)  # the hook of note_errors prints its errors
-        return
-    try:
-        answer(args)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(STOP)
+    if not args.step:
+        return run_program(answer, args, args.folder or ".")
+    run_rank(args)  # the hook of note_errors prints its errors
+    return DONE
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())
