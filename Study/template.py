@@ -124,15 +124,14 @@ def build(items, options, settings, out, args):
     voxel_mm = np.linalg.norm(turned[:3, :canonical.ndim], axis=0)
     extent_mm = np.array(canonical.shape) * voxel_mm
     finest_mm = args.spacing or float(np.exp(np.log(voxel_mm).mean()))  # a cube as large as its voxels
-    factors = [2 if number <= args.rounds // 2 else 1 for number in range(args.rounds + 1)]
     image, affine = rescale(canonical, *intensity_range(canonical)), turned
     if args.symmetric:
         image = upright(image, affine, start.name, options["device"])
     write_results(out, [], [], settings, complete=False)  # drops another template
-    for number, factor in enumerate(factors):
+    for number in range(args.rounds + 1):
         where = out / f"round_{number}"
         where.mkdir(exist_ok=True)
-        spacing_mm = factor * finest_mm
+        spacing_mm = finest_mm * (2 if number <= args.rounds // 2 else 1)
         size = np.maximum(np.ceil(extent_mm / spacing_mm - 1e-3).astype(int), LEAST_SIDE)
         before, (image, affine) = affine, to_grid(image, affine, size, spacing_mm)
         write_volume(where / TEMPLATE, image, affine)
