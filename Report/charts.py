@@ -167,7 +167,7 @@ def merge_marks(box, marks):
              + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")) for pixel, (kinds, texts) in merged.items()]
 
 
-def stacked_chart(title, edges, parts, note=""):
+def stacked_chart(title, edges, parts):
     """A <figure> with a column for each part of the time, divided into the shares of all kinds.
 
     edges: len(values) + 1 times in s, shown as hours since the first, or minutes if there are fewer than two hours.
@@ -175,7 +175,7 @@ def stacked_chart(title, edges, parts, note=""):
     """
     sums = sum(np.asarray(values, float) for _, _, values in parts) if parts else np.zeros(1)
     if not np.any(sums > 0):
-        return figure(title, NO_VALUES, "", "", note)
+        return figure(title, NO_VALUES, "", "")
     hours = (np.asarray(edges) - edges[0]) / 3600
     unit, hours = ("h", hours) if hours[-1] >= 2 else ("min", hours * 60)
     box = {"first": hours[0], "last": hours[-1], "low": 0.0, "high": 100.0, "log": False}
@@ -187,10 +187,10 @@ def stacked_chart(title, edges, parts, note=""):
                        for index, (low, high) in enumerate(heights) if low - high > 0.05)
         drawn.append(f'<path class="fill {colour}" d="{path}"><title>{escape(name)}</title></path>')
         base = top
-    return figure(title, "", "".join(drawn), legend([name for name, *_ in parts], [kind for _, kind, _ in parts]), note)
+    return figure(title, "", "".join(drawn), legend([name for name, *_ in parts], [kind for _, kind, _ in parts]))
 
 
-def figure(title, last, svg, below, note):
+def figure(title, last, svg, below, note=""):
     """A chart with its heading, legend and note. svg: the drawing, "" for none. below: HTML of the legend."""
     drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{svg}</svg>\n'
     return (f'<figure class="chart"><figcaption><b>{escape(title)}</b> <span>{escape(last)}</span></figcaption>\n'

@@ -144,12 +144,9 @@ def clipped_away(found):
 def stuck_gate(found):
     """A mode waits behind its gate, and `ang` does not approach the gate."""
     steps, mode = found["once"], next((mode for mode in found["modes"] if mode.get("gate")), None)
-    if mode is None or len(steps["step"]) < GATE_STEPS:
-        return []
-    gate = found["config"][mode["gate"]]
     opened = np.flatnonzero(steps["open"] == 1)
     shut = len(steps["step"]) - (opened[-1] + 1 if len(opened) else 0)
-    if shut < GATE_STEPS or "terms.ang" not in steps:
+    if mode is None or shut < GATE_STEPS or "terms.ang" not in steps:
         return []
     ang, numbers = steps["terms.ang"][-shut:], steps["step"][-shut:]
     known = np.isfinite(ang)
@@ -157,6 +154,7 @@ def stuck_gate(found):
         return []
     rate, start = np.polyfit(numbers[known], ang[known], 1)
     value = rate * numbers[-1] + start
+    gate = found["config"][mode["gate"]]
     left = (gate - value) / rate if rate < 0 else np.inf
     if left < 3 * shut:  # at this pace it opens soon
         return []

@@ -129,9 +129,9 @@ def time_left(found, kinds):
     return duration(max(steps_left, 0) * sum(kinds.values()) / max(len(steps["step"]), 1))
 
 
-def speed(found, last=100):
-    """Samples per second over the last steps, waits included; None if the log does not have them."""
-    steps = tail_of(found["once"], last)
+def speed(found):
+    """Samples per second over the last 100 steps, waits included; None if the log does not have them."""
+    steps = tail_of(found["once"], 100)
     total = steps["seconds"].sum()
     return float(np.nansum(steps["samples"]) / total) if total > 0 and np.isfinite(steps["samples"]).any() else None
 

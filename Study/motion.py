@@ -57,7 +57,7 @@ def motion(args):
             where.mkdir(exist_ok=True)
             tasks = [({"name": f"frames_{start:05d}", "reference": out / "reference.nii.gz"}, where)
                      for start in range(0, count, BLOCK)]
-            align = functools.partial(align_block, str(where), str(args.series), count, options)
+            align = functools.partial(align_block, str(where), str(args.series), options)
             rows, failed = do_all(where, tasks, align, settings, args.workers, f"pass {number + 1} of {passes}",
                                   "block", args.again)
             frames = [frame for row in rows for frame in row["frames"]]
@@ -91,17 +91,18 @@ def frame_of(path, number):
     return checked_image(f"{path}, frame {number}", voxels)
 
 
-def align_block(out, series, count, options, entry, folder, earlier):
+def align_block(out, series, options, entry, folder, earlier):
     """Align the frames of one block; their volumes go to one file, their maps and similarities into the row."""
     start = int(entry["name"].rpartition("_")[2])
-    affine, begin, volumes, frames = shape_of(series)[1], {}, [], []
+    (*size, count), affine = shape_of(series)
+    begin, volumes, frames = {}, [], []
     for number in range(start, min(start + BLOCK, count)):
         try:
             found = aligned(entry["reference"], (frame_of(series, number), affine), **options, **begin)
         except MemoryShort:
             raise  # not for the frame: the block is done again
         except InputError as error:  # later frames keep their numbers
-            volumes.append(np.zeros(shape_of(series)[0][:3], np.float32))
+            volumes.append(np.zeros(size, np.float32))
             frames.append({"frame": number, "matrix": None, "similarity": None, "similarity_before": None,
                            "verdict": "failed", "reason": str(error)})
             continue

@@ -260,16 +260,15 @@ def margin_for(rows):
     return max(8, int(np.ceil(3 * most)))
 
 
-def logarithm(field, rounds=2):
+def logarithm(field):
     """The velocity v with exp(v) = field, for a field that does not fold: (1, N, *size) in voxels.
 
     v <- v + (field after exp(-v)), the first term of the Baker-Campbell-Hausdorff series (Bossa et al., MICCAI 2007).
-    More rounds gain less than the error of interpolation.
     field: (1, N, *size) displacement in voxels. Beyond the grid it counts as zero, so a field that is not zero at the
     border needs a margin.
     """
     velocity = field
-    for _ in range(rounds):
+    for _ in range(2):  # more gain less than the error of interpolation
         velocity = velocity + compose(first=field, then=exponential(-velocity, 4))
     return velocity
 
