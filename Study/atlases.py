@@ -300,9 +300,8 @@ def write_results_page(out, rows, failed, args, count):
         dims, folder = dims_of(row["image"]), Path(row["folder"])
         image, affine = read_volume(row["image"], dims)
         label, doubt = read_label(folder / LABEL, dims)[0], read_numbers(folder / DOUBT, dims)[0]
-        score = common.dice_text(row)
-        pictures.append((row["name"], thumbnail(image, affine, [(label, None)], doubt), row["name"],
-                         f"{row['verdict']}, doubt {row['doubt']:.2f}{score}"))
+        pictures.append((thumbnail(image, affine, [(label, None)], doubt), row["name"],
+                         f"{row['verdict']}, doubt {row['doubt']:.2f}{common.dice_text(row)}"))
     cards = [("images", len(rows), f"{len(failed)} left out" if failed else ""), ("atlases", count, ""),
              ("doubt", average([row["doubt"] for row in rows]) if rows else None, "mean over the labelled voxels")]
     sections = [("Images", table_html(header, lines, "Click on a heading to sort. labels.tsv has every label: "

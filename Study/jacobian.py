@@ -282,7 +282,7 @@ def write_maps_page(out, rows, failed, args):
         dims = dims_of(background)
         grid, affine = read_numbers(background, dims)
         change = read_numbers(Path(row["folder"]) / WHOLE, dims)[0]
-        pictures.append((row["name"], thumbnail(grid, affine, (), change / SHOWN), row["name"], ""))
+        pictures.append((thumbnail(grid, affine, (), change / SHOWN), row["name"], ""))
     lines = [[entry["name"], entry["label"], entry["change_percent"], entry["change_without_affine_percent"],
               entry["voxels"]] for entry in table]
     cards = [(f"{what}s", len(rows), f"{len(failed)} left out" if failed else ""),

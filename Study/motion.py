@@ -184,10 +184,9 @@ def write_motion_page(out, rows, table, failed, affine, args):
     reference = read_numbers(out / "reference.nii.gz", 3)[0]
     series = np.asanyarray(open_nifti(out / "aligned.nii.gz").dataobj)
     good = np.array([row["verdict"] != "failed" for row in table])
-    pictures = [("reference", thumbnail(reference, affine), "reference", ""),
-                ("mean", thumbnail(series.mean(-1, where=good), affine), "mean of the aligned frames", ""),
-                ("spread", thumbnail(series.std(-1, where=good), affine),
-                 "standard deviation over the aligned frames", "")]
+    pictures = [(thumbnail(reference, affine), "reference", ""),
+                (thumbnail(series.mean(-1, where=good), affine), "mean of the aligned frames", ""),
+                (thumbnail(series.std(-1, where=good), affine), "standard deviation over the aligned frames", "")]
     frames = [row["frame"] for row in table]
     charts = [line_chart(title, [(key, frames, np.array([row[key] for row in table], float)) for key in keys],
                          across="frame")

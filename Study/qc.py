@@ -139,7 +139,7 @@ def write_qc_page(out, rows, failed, args):
              for row in rows]
     counts = [(word, sum(row["verdict"] == word for row in rows), "") for word in VERDICTS]
     cards = [*counts, ("outliers", sum(bool(row["outlier"]) for row in rows), ""), ("left out", len(failed), "")]
-    pictures = [(row["name"], (out / "thumbnails" / row["picture"]).read_bytes(), row["name"],
+    pictures = [((out / "thumbnails" / row["picture"]).read_bytes(), row["name"],
                  row["verdict"] + (f", outlier in {heading(row['outlier'])}" if row["outlier"] else ""))
                 for row in rows]
     sections = [("Numbers", table_html(header, lines, "The worst come first. Click on a heading to sort. by: robust "

@@ -429,14 +429,12 @@ def write_template_page(out, rows, failed, history, args):
     label = read_label(out / LABEL, image.ndim)[0] if any("dice" in row for row in rows) else None
     outline = [] if label is None else [(label, None)]
     last = history[-1]
-    rounds, pictures = [], []
-    for entry in history:
-        name = f"round_{entry['round']}"
-        rounds.append((name, thumbnail(*read_volume(out / name / TEMPLATE, image.ndim)),
-                       f"before round {entry['round']}", f"voxels of {entry['spacing_mm']:.3g} mm"))
+    rounds = [(thumbnail(*read_volume(out / f"round_{entry['round']}" / TEMPLATE, image.ndim)),
+               f"before round {entry['round']}", f"voxels of {entry['spacing_mm']:.3g} mm") for entry in history]
+    pictures = []
     for row in rows:
         warped, _ = read_volume(Path(row["folder"]) / "warped.nii.gz", image.ndim)
-        pictures.append((row["name"], thumbnail(warped, affine, outline), row["name"],
+        pictures.append((thumbnail(warped, affine, outline), row["name"],
                          f"{row['verdict']}, similarity {row['similarity']:.2f}{common.dice_text(row)}"))
     shown = [column for column in COLUMNS if any(row.get(column) is not None for row in rows)]
     lines = [[row["name"], row["verdict"], *[row.get(column) for column in shown]] for row in rows]
@@ -452,7 +450,7 @@ def write_template_page(out, rows, failed, history, args):
               for key, title in (("moved", "template moved, mean, voxels"),
                                  ("sharpness", "mean gradient of the plain mean, per mm"),
                                  ("similarity", "similarity, mean of subjects"))]
-    sections = [("The template", gallery_html([("template", thumbnail(image, affine, outline), TEMPLATE, "")])),
+    sections = [("The template", gallery_html([(thumbnail(image, affine, outline), TEMPLATE, "")])),
                 ("Convergence", grid(charts) + "<p>Each round registers all subjects to the template and moves it to "
                  "their middle.</p>\n" + gallery_html(rounds)),
                 ("Subjects", table_html(["subject", "verdict", *[word.replace("_percent", " %") for word in shown]],

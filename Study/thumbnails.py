@@ -83,8 +83,8 @@ def tile(planes, sides, limits, known, has_heat):
 
 
 def gallery_html(pictures):
-    """Pictures with a line below each, as many side by side as fit. pictures: list of (anchor, png, title, line)."""
-    figures = [f'<figure class="thumb" id="{escape(anchor)}"><img src="data:image/png;base64,'
-               f'{base64.b64encode(data).decode()}" alt="{escape(title)}"><figcaption><b>{escape(title)}</b> '
-               f"{escape(line)}</figcaption></figure>\n" for anchor, data, title, line in pictures]
+    """Pictures with a line below each, as many side by side as fit. pictures: list of (png, title, line)."""
+    figures = [f'<figure class="thumb"><img src="data:image/png;base64,{base64.b64encode(png).decode()}" '
+               f'alt="{escape(title)}"><figcaption><b>{escape(title)}</b> {escape(line)}</figcaption></figure>\n'
+               for png, title, line in pictures]
     return f'<div class="thumbs">\n{"".join(figures)}</div>\n'
