@@ -54,7 +54,7 @@ def validation_charts(found):
 def gradient_charts(found):
     """Gradient norms and clip rates of each mode, gate openings, learning rate."""
     steps, marks, cfg = found["once"], restarts(found), found["config"]
-    x, charts, rates, modes = steps["step"], [], [], {mode["name"]: mode for mode in found["modes"]}
+    x, charts, rates = steps["step"], [], []
     keys = {mode["name"]: mode.get("clip_norm") for launch in found["launches"] for mode in launch.get("modes", ())
             if "name" in mode}
     for name in [name for name in steps if name.startswith("norms.")]:
@@ -67,7 +67,7 @@ def gradient_charts(found):
         if np.isfinite(limits).any():
             rates.append((mode, x, np.where(np.isfinite(column), 100.0 * (column > limits), np.nan)))
     charts.append(line_chart("steps that are clipped, %", smoothed(rates), marks, note="mean of 50 steps"))
-    for mode in [mode for mode in modes.values() if mode.get("gate")]:
+    for mode in [mode for mode in found["modes"] if mode.get("gate")]:
         charts.append(line_chart("gate open, % of the steps", smoothed([("open", x, 100 * steps["open"])]), marks,
                                  note=f"{mode['name']} runs where ang is below {cfg.get(mode['gate'], '-')}; "
                                  "mean of 50 steps"))

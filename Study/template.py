@@ -48,6 +48,7 @@ from Study import common
 from Study.thumbnails import gallery_html, thumbnail
 
 TEMPLATE, LABEL = "template.nii.gz", "template_label.nii.gz"
+OF_SUBJECT = ("field.nii.gz", "warped.nii.gz", "warped_label.nii.gz")
 ENOUGH_LEFT, MOST_PASSES, SMOOTH_MEAN = 0.02, 4, 1.0  # voxels of the mean logarithm, on average; passes; voxels
 SHARPEN_SIGMA = 1.0  # voxels, of the Gaussian of the unsharp masking
 FEWEST, LEAST_SIDE = 2, 8  # subjects; voxels along an axis
@@ -71,10 +72,9 @@ def template(args):
     options = {"similarity": args.similarity, "device": pick_device(args.device).type}
     if args.start:
         read_source(str(args.start), "start")  # refuses it before anything is dropped
-    of_each = ("field.nii.gz", "warped.nii.gz", "warped_label.nii.gz")
     names = [TEMPLATE, LABEL, "template.html", "subjects.tsv", "convergence.json",
              *(f"round_{number}/{name}" for number in range(args.rounds + 1) for name in ("results.json", TEMPLATE)),
-             *(f"subjects/{item['id']}/{name}" for item in items for name in of_each)]
+             *(f"subjects/{item['id']}/{name}" for item in items for name in OF_SUBJECT)]
     with common.locked(args.out, "template", names, [item[key] for item in items for key in ("image", "label")]) as out:
         earlier = None if args.again else finished_earlier(items, settings, out)
         rows, failed, history = earlier or build(items, options, settings, out, args)
@@ -291,10 +291,10 @@ def centre(rows, affine, exact, symmetric=False):
     the mean length of the mean deformation; left and most_left, mean and largest length of the mean logarithm
     afterwards, both None unless `exact`. Lengths are in voxels.
     """
-    margin, dims = margin_for(rows), deformation_of(rows[0]).dim() - 2
-    wide = affine.copy()
-    wide[:3, 3] -= affine[:3, :dims] @ np.full(dims, margin)
+    margin = margin_for(rows)
     size = deformation_of(rows[0], margin).shape[2:]
+    dims, wide = len(size), affine.copy()
+    wide[:3, 3] -= affine[:3, :dims] @ np.full(dims, margin)
     log = np.mean([log_matrix(row["matrix"]) for row in rows], axis=0)
     if symmetric:
         mirror = mirror_of(size[0], wide)
@@ -311,7 +311,8 @@ def centre(rows, affine, exact, symmetric=False):
             other[:, 0] *= -1
             mean = (mean + other) / 2
         length = mean[inner].square().sum(1).sqrt()
-        middle["moved"] = float(length.mean()) if number == 0 else middle["moved"]
+        if number == 0:
+            middle["moved"] = float(length.mean())
         if logs:
             middle.update(left=float(length.mean()), most_left=float(length.max()))
             if middle["left"] < ENOUGH_LEFT or number == MOST_PASSES - 1:
@@ -379,26 +380,9 @@ def finish(out, rows, image, affine, items, left_out, history):
     """Write the template, its labels, and each subject's field and volumes. Returns: rows, failed, history."""
     (out / LABEL).unlink(missing_ok=True)  # of an earlier template
     write_volume(out / TEMPLATE, image, affine)
-    items, done, maps = {item["id"]: item for item in items}, [], {}
-    for row in rows:
-        folder = out / "subjects" / row["name"]
-        folder.mkdir(parents=True, exist_ok=True)
-        field, (volume, own) = np.load(Path(row["folder"]) / FIELD), read_volume(row["moving"], image.ndim)
-        paths = [folder / "field.nii.gz", folder / "warped.nii.gz"]
-        write_field(paths[0], field, affine)
-        write_volume(paths[1], apply_field(volume, own, field, affine), affine)
-        row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve())}
-        (folder / "warped_label.nii.gz").unlink(missing_ok=True)
-        label = items[row["name"]]["label"]
-        found = label and attempt(str(label), common.label_of, label, row["moving"], volume.shape, own)
-        if isinstance(found, str):
-            row["warnings"] = [found]
-        elif found:
-            paths.append(folder / "warped_label.nii.gz")
-            maps[row["name"]] = apply_label(*found, field, affine)
-            write_volume(paths[-1], maps[row["name"]], affine)
-            row["moving_label"] = os.path.abspath(label)
-        done.append(common.finished_row({**row, "source": items[row["name"]]["source"]}, out, paths))
+    items = {item["id"]: item for item in items}
+    written = [write_subject(out, row, items[row["name"]], affine) for row in rows]
+    done, maps = [row for row, _ in written], {row["name"]: label for row, label in written if label is not None}
     if maps:
         label = vote(list(maps.values()))[0]
         write_volume(out / LABEL, label, affine)
@@ -421,6 +405,31 @@ def finish(out, rows, image, affine, items, left_out, history):
     shared += [out / LABEL] * bool(maps)
     done[0]["files"].update(file_digests(shared, out))  # checked with the first subject
     return judge_list(done), failed, history
+
+
+def write_subject(out, row, item, affine):
+    """Write a subject's field, and its volume and label map on the template. Returns: its row; that label map or None.
+
+    item: its files. affine: of the template.
+    """
+    folder = out / "subjects" / row["name"]
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in OF_SUBJECT]
+    field, warped_label = np.load(Path(row["folder"]) / FIELD), None
+    volume, own = read_volume(row["moving"], len(field))
+    write_field(paths[0], field, affine)
+    write_volume(paths[1], apply_field(volume, own, field, affine), affine)
+    paths[2].unlink(missing_ok=True)
+    row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve()), "source": item["source"]}
+    label = item["label"] and attempt(str(item["label"]), common.label_of, item["label"], row["moving"], volume.shape,
+                                      own)
+    if isinstance(label, str):
+        row["warnings"] = [label]
+    elif label:
+        warped_label = apply_label(*label, field, affine)
+        write_volume(paths[2], warped_label, affine)
+        row["moving_label"] = os.path.abspath(item["label"])
+    return common.finished_row(row, out, paths[:2] if warped_label is None else paths), warped_label
 
 
 def write_template_page(out, rows, failed, history, args):
