@@ -140,8 +140,7 @@ def run(args):
         raise InputError(f"--{wrong} {getattr(args, wrong)}: it must be a number of {least[wrong]} or more.")
     require_apart(args)
     home = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." if installed
-    file = "atlases" if args.task == "segment" else args.task
-    module = importlib.import_module(f"{home}Study.{file}")  # only now: importing torch takes seconds
+    module = importlib.import_module(f"{home}Study.{args.task}")  # only now: importing torch takes seconds
     code = getattr(module, args.task)(args)
     bids = importlib.import_module(f"{home}Inference.bids")
     if getattr(args, "bids", False):

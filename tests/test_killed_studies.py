@@ -16,9 +16,15 @@ from tests.test_qc_and_motion import write_results
 
 pytestmark = pytest.mark.slow
 SIZE, AFFINE = (12, 13, 11), np.diag([2.0, 2.0, 2.0, 1.0])
-PROGRAMS = ("atlases", "template", "jacobian", "qc", "motion")
+WORDS = {
+    "segment": "--atlases {0}/atlases --images {0}/images --most 1 --keep",
+    "template": "--images {0}/images --rounds 2",
+    "jacobian": "--scans {0}/scan_0.nii.gz {0}/scan_1.nii.gz {0}/scan_2.nii.gz",
+    "qc": "--results {0}/reg",
+    "motion": "--series {0}/series.nii.gz",
+}
 STARTED = multiprocessing.get_context("forkserver")  # a new process has all modules, so each kill hits the work
-STARTED.set_forkserver_preload([f"Study.{name}" for name in PROGRAMS])
+STARTED.set_forkserver_preload([f"Study.{name}" for name in WORDS])
 KILLS = 3  # in equal parts of the time that a whole run takes, each at a random moment of its part
 
 
@@ -52,15 +58,6 @@ def place(tmp_path_factory):
     write_volume(folder / "series.nii.gz", np.stack(frames, -1), AFFINE)
     write_results(folder, 40)
     return folder
-
-
-WORDS = {
-    "segment": "--atlases {0}/atlases --images {0}/images --most 1 --keep",
-    "template": "--images {0}/images --rounds 2",
-    "jacobian": "--scans {0}/scan_0.nii.gz {0}/scan_1.nii.gz {0}/scan_2.nii.gz",
-    "qc": "--results {0}/reg",
-    "motion": "--series {0}/series.nii.gz",
-}
 
 
 def results_of(out):

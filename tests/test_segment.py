@@ -13,8 +13,8 @@ import OM_study
 from Dataloader.nifti import read_label, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
-from Study.atlases import join_labels, sizes, voters
 from Study.fusion import TRUST, best_shift, by_intensity, count, fuse, is_thick, joint_weights, neighbours
+from Study.segment import join_labels, sizes, voters
 from Study.thumbnails import COLOURS, GREYS, palette, thumbnail, tile
 from tests.test_nifti import tilted_affine
 
