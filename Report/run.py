@@ -186,17 +186,16 @@ def captioned(table, caption):
 
 def attempt_rows(found):
     """A dict for each attempt: number, began, ranks, first and last step, cause, who, where, cost, sentence."""
-    costs, rows = found["costs"], []
-    for index, each in enumerate(costs):
+    rows = []
+    for each, following in zip(found["costs"], [*found["costs"][1:], {"restart": 0.0}]):
         verdict = (each["end"] or {}).get("verdict", {})
         steps = found["steps"]["step"][each["rows"]][found["steps"]["is_step"][each["rows"]] == 1]
-        after = costs[index + 1]["restart"] if index + 1 < len(costs) else 0.0
         rows.append({"number": each["attempt"], "began": each["began"], "ranks": each["begin"].get("ranks"),
                      "steps": f"{steps[0]:.0f}-{steps[-1]:.0f}" if len(steps) else "none", "cause": each["cause"],
                      "dead": bool(verdict.get("dead")), "rank": verdict.get("rank"), "host": verdict.get("host", ""),
                      "step": verdict.get("step"), "place": " ".join(filter(None, (verdict.get("phase"),
                                                                                   verdict.get("mode")))),
-                     "cost": each["detection"] + each["spent"]["replayed steps"] + after,
+                     "cost": each["detection"] + each["spent"]["replayed steps"] + following["restart"],
                      "seconds": each["ended"] - each["began"], "stack": verdict.get("stack") or [],
                      "sentence": (each["end"] or {}).get("sentence", "It is running, or has no verdict yet.")})
     return rows

@@ -13,8 +13,9 @@ import OM_study
 from Dataloader.nifti import read_label, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
+from Runtime.errors import InputError
 from Study.fusion import TRUST, best_shift, by_intensity, count, fuse, is_thick, joint_weights, neighbours
-from Study.segment import join_labels, sizes, voters
+from Study.segment import carry, join_labels, sizes, voters
 from Study.thumbnails import COLOURS, GREYS, palette, thumbnail, tile
 from tests.test_nifti import tilted_affine
 
@@ -295,6 +296,13 @@ def test_broken_atlases_and_labels_on_another_grid_are_named_and_only_what_is_mi
     assert "keeping" not in capsys.readouterr().err.replace("ranking: keeping", "")
     [row] = json.loads((place / "out/results.json").read_text())["pairs"]
     assert row["taken"] == ["broken"]
+
+
+def test_labels_of_an_atlas_on_another_grid_are_refused_before_it_is_registered(joined):
+    pair = {"name": "s_2_to_s_1", **{key: joined / f"new/{name}.nii.gz" for key, name in (
+        ("fixed", "s_1"), ("moving", "s_2"), ("moving_label", "s_2_dseg"))}}
+    with pytest.raises(InputError, match="s_2_dseg.nii.gz: the label map is on another grid than"):
+        carry(str(joined), {}, {}, "smooth", pair, joined / "none", None)
 
 
 def test_an_image_that_failed_in_joining_is_only_joined_by_the_next_run(joined, tmp_path, monkeypatch, capsys):
