@@ -342,7 +342,7 @@ def run_mode(run, mode, batches, **raised):
             watchdog.phase("forward", mode.name)
             loss, terms, *beside = graphs.run(run.graphs, mode.name, lambda given: mode.step(run.model, given, run.cfg),
                                               batch, run.net.parameters())
-            rows.append({name: value.detach() for name, value in {mode.curve: loss, **terms}.items()})
+            rows.append(torch.stack([value.detach().float() for value in (loss, *terms.values())]))
             kept += beside
             if not is_last:
                 watchdog.phase("accumulate", mode.name)
@@ -350,8 +350,9 @@ def run_mode(run, mode, batches, **raised):
                 optim.set_aside(run.gradients, run.net.parameters())
 
     # The first point where the host waits for the device, until the forward passes are done.
-    values = torch.stack([torch.stack([value.float() for value in row.values()]) for row in rows]).cpu().tolist()
-    means = {name: sum(row[place] / len(rows) for row in values) for place, name in enumerate(rows[0])}
+    values = torch.stack(rows).cpu().tolist()
+    means = {name: sum(value / len(rows) for value in column)
+             for name, column in zip([mode.curve, *terms], zip(*values))}
     finite = all(math.isfinite(row[0]) for row in values)
     if not finite:
         watchdog.event("nonfinite", mode=mode.name, terms=means)

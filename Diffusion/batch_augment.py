@@ -5,7 +5,7 @@ import math
 import torch
 
 from Dataloader.dataset import as_float
-from Diffusion.fields import affine_field, compose, warp
+from Diffusion.fields import affine_field, append_dims, compose, warp
 from Diffusion.losses import table_lookup
 from Runtime.device import send
 from Runtime.keyed_random import hashed, uniform
@@ -121,7 +121,7 @@ def augment(images, rng_keys, cfg, deformation=None, paired=False):
     def drawn(name):
         numbers = torch.stack([uniform(rng_keys, name + purpose) for purpose in purposes], dim=1)      # (B, C)
         numbers = (numbers * 2 - 1) * cfg[f"augment.{name}"]
-        return send(numbers.view(*numbers.shape, *[1] * (moved.dim() - 2)), moved.device)
+        return send(append_dims(numbers, moved), moved.device)
 
     if cfg["augment.gamma"]:
         moved.clamp_(min=0.0).pow_(torch.exp(drawn("gamma")))
@@ -173,4 +173,4 @@ def remap_intensities(images, rng_keys, cfg):
     tables = torch.stack([_random_function(row) for row in numbers.flatten(0, 1)])                     # (B C, bins)
     mapped = table_lookup(images.flatten(0, 1), send(tables, images.device)).view(images.shape)
     chosen = send(uniform(rng_keys, "remap share") < cfg["augment.remap"], images.device)
-    return torch.where(chosen.view(-1, *[1] * (images.dim() - 1)), mapped, images)
+    return torch.where(append_dims(chosen, images), mapped, images)

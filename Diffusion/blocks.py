@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from Diffusion import device_ops
 from Diffusion.device_ops import accelerated, in_float32, kernels_for, product_over_channels
-from Diffusion.fields import compose, interpolate, side_lengths, warp
+from Diffusion.fields import append_dims, compose, interpolate, side_lengths, warp
 
 SLOPE = 0.2  # of the activation, LeakyReLU, for negative values
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
@@ -186,7 +186,7 @@ class FieldScale(nn.Module):
         """field_norm: (B, N, *spatial) on a grid of any size. image_size: N voxels. Returns: the field in voxels."""
         sides = side_lengths(image_size, field_norm.device).view(1, -1)                     # (1, 3)
         scale = self.typical[t].view(-1, 1) * sides                                         # (B, 3)
-        return field_norm * scale.view(*scale.shape, *[1] * len(image_size))                # (B, 3, 128^3)
+        return field_norm * append_dims(scale, field_norm)                                  # (B, 3, 128^3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,8 +223,7 @@ class ConvBlock(nn.Module):
             return way.NormModulateActivate.apply(x, self.norm.num_groups, self.norm.eps, self.norm.weight,
                                                   self.norm.bias, scale, shift, SLOPE)
         x = self.norm(x)                                                                    # (B, 16, 128^3)
-        shape = (len(x), -1, *[1] * (x.dim() - 2))
-        scale, shift = self.by_time(time).to(x.dtype).view(shape).chunk(2, dim=1)           # (B, 16, 1^3) each
+        scale, shift = append_dims(self.by_time(time).to(x.dtype), x).chunk(2, dim=1)       # (B, 16, 1^3) each
         x = (x + shift).addcmul_(x, scale)                                                  # (B, 16, 128^3)
         # In place: the backward passes of the activation and of the next convolution need the result only.
         return F.leaky_relu_(x, SLOPE)                                                      # (B, 16, 128^3)

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from Diffusion.blocks import SLOPE, conv, start_at_zero
-from Diffusion.fields import interpolate, warp
+from Diffusion.fields import append_dims, interpolate, warp
 from Diffusion.losses import box_mean, weighted_variance
 
 WIDTH, FINE_WIDTH = 16, 8  # channels of the steps on the field's grid, and at full resolution, which has more voxels
@@ -57,7 +57,7 @@ def target_of(condition, use_condition, groups):
     """
     values, mask = condition[:, :-1], condition[:, -1:]                                         # (B, 1, 128^3) each
     if use_condition is not None:
-        mask = mask * use_condition.view(-1, *[1] * (mask.dim() - 1))                           # (B, 1, 128^3)
+        mask = mask * append_dims(use_condition, mask)                                          # (B, 1, 128^3)
     shown = shown_share(mask)                                                                   # (B, 1, 128^3)
     return compared(values, mask, shown, groups), mask, shown
 

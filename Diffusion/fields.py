@@ -28,6 +28,12 @@ def _side_lengths(sides, device):
     return send(torch.tensor(sides, dtype=torch.float32), device).view(1, -1, *[1] * len(sides))
 
 
+def append_dims(values, x):
+    """Values of samples (B,) or of their channels (B, C), with axes of one voxel: they combine with x (B, C, *spatial).
+    """
+    return values.view(*values.shape, *[1] * (x.dim() - values.dim()))
+
+
 def identity(size, device="cpu"):
     """Voxel coordinates of every voxel: (1, N, *size) float32."""
     axes = [torch.arange(int(n), dtype=torch.float32, device=device) for n in size]

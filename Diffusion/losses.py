@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from Diffusion.device_ops import accelerated, constant, product_along
-from Diffusion.fields import jacobian_determinant, masked, side_lengths, warp
+from Diffusion.fields import append_dims, jacobian_determinant, masked, side_lengths, warp
 
 # A displacement counts as zero where its squared length, as a fraction of the image side, is below this: 0.04 voxels at
 # a side of 128.
@@ -147,7 +147,7 @@ class _LocalCorrelation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         a, b, mean_a, mean_b, var_a, var_b, covariance, variances, counted = ctx.saved_tensors
-        number = counted.flatten(1).sum(1).clamp(min=1.0).view(-1, *[1] * (a.dim() - 1))
+        number = append_dims(counted.flatten(1).sum(1).clamp(min=1.0), a)
         by_covariance = (covariance / variances).mul_(2.0) if ctx.squared else variances.rsqrt()
         by_covariance = by_covariance.mul_(counted).mul_(grad / (len(a) * number))
         # The derivative by one variance, without the factor of the other variance.

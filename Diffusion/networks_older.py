@@ -19,7 +19,7 @@ from Diffusion.blocks import (
     start_at_zero,
     unit_embedding,
 )
-from Diffusion.fields import side_lengths
+from Diffusion.fields import append_dims, side_lengths
 from Diffusion.om_net import OM_net
 
 NEARLY_RELU = 1e-6  # slope of the published network's activation for negative values
@@ -175,8 +175,7 @@ class RecResACNet(nn.Module):
         empty = image.new_zeros(len(image), self.shown_channels, *image.shape[2:])   # (B, 2, 128^3)
         condition = empty if condition is None else condition                        # (B, 2, 128^3)
         if use_condition is not None:
-            use_condition = use_condition.view(-1, *[1] * (self.dims + 1))           # (B, 1, 1^3)
-            condition = torch.where(use_condition, condition, empty)                 # (B, 2, 128^3)
+            condition = torch.where(append_dims(use_condition, empty), condition, empty)     # (B, 2, 128^3)
         return pad_to_multiple(condition, self.multiple)                             # (B, 2, 128^3)
 
     def embeddings(self, image, condition, time):

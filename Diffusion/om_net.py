@@ -41,7 +41,7 @@ from Diffusion.device_ops import (
     weights_in_passes,
 )
 from Diffusion.diffuser import image_count, label_count, make_condition
-from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
+from Diffusion.fields import affine_field, append_dims, identity, resize_field, side_lengths, warp
 from Diffusion.losses import structure_shares
 
 
@@ -342,7 +342,7 @@ class AffineMatch(nn.Module):
         sides = side_lengths(field.shape[2:], field.device)                                 # (1, 3, 1^3)
         mean_square_norm = (field / sides).square().flatten(1).mean(1)                      # (B,)
         factor = shown_fraction * (1 + mean_square_norm / self.limit[t] ** 2).rsqrt()       # (B,)
-        return field * factor.view(-1, *[1] * (field.dim() - 1))                            # (B, 3, 128^3)
+        return field * append_dims(factor, field)                                           # (B, 3, 128^3)
 
     def forward(self, image, condition, shown_fraction, t, size):
         """image, condition: bottleneck features (B, C, *grid), zero where dropped. t: (B,). size: N voxels.
@@ -554,8 +554,8 @@ class OM_net(nn.Module):
         else:
             features, encoded = None, self.encoder(condition, time)                         # (B, 16, 128^3), ...
         if use_condition is not None:
-            use_condition = use_condition.view(-1, *[1] * (self.dims + 1))                  # (B, 1, 1^3)
-            encoded = [torch.where(use_condition, level, level.new_zeros(())) for level in encoded]  # as above
+            encoded = [torch.where(append_dims(use_condition, level), level, level.new_zeros(()))
+                       for level in encoded]                                                # (B, 16, 128^3), ...
         return features, encoded
 
     def align(self, skip, field_norm, affine, t, image_size, padded_size):
@@ -576,9 +576,9 @@ class OM_net(nn.Module):
         return warp(skip, field, padding="border").to(skip.dtype)                           # (B, 32, 64^3)
 
     def descent_target(self, image, condition, use_condition):
-        """What the learned steps compare the image with; None without such steps or in a network without conditions."""
+        """What the learned steps compare the image with; None without such steps."""
         descent = self.descent or self.fine_descent
-        if descent is None or condition is None and not self.conditioned:
+        if descent is None:
             return None
         if condition is None:  # as one that is hidden: its steps have no force, but a context
             condition = image.new_zeros(len(image), image.shape[1] + 1, *image.shape[2:])
@@ -612,7 +612,7 @@ class OM_net(nn.Module):
         image_size, padded_size = image.shape[2:], tuple(features[0].shape[2:])
         if self.conditioned and condition is None:
             condition = [torch.zeros_like(level) for level in features]                     # (B, 16, 128^3), ...
-        x = attention(features[-1], condition[-1] if self.conditioned else None, time)      # (B, 256, 8^3)
+        x = attention(features[-1], condition[-1] if condition else None, time)             # (B, 256, 8^3)
         field_norm = self.coarse(x, features[self.stride - 1].shape[2:]).float()            # (B, 3, 128^3)
         affine = None
         if self.match is not None:
@@ -658,9 +658,7 @@ class OM_net(nn.Module):
             attention, = self.attention.in_passes(1, image)
             pooled = attention(features[-1], encoded[-1] if encoded else None, None)        # (B, 1024) each
             return [unit_embedding(self.embedding, pooled[kind]) for kind in (0, -1)]       # (B, 128) each
-        shown_fraction = None  # only the affine match asks for it
-        if self.match is not None:
-            shown_fraction = self.shown_fraction(image, condition, use_condition)           # (B,)
+        shown_fraction = self.shown_fraction(image, condition, use_condition)               # (B,)
         target = self.descent_target(image, condition, use_condition)
         attentions = iter(self.attention.in_passes(self.rec_num, image))
 
