@@ -199,20 +199,13 @@ class MutualAttention(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.leave = start_at_zero(nn.Linear(width, channels))
 
-    def in_passes(self, count, x):
-        """This module as `count` passes over x are to call it: on a device each with copies of the blocks' weights.
+    def block_weights(self, count, x):
+        """For each of `count` passes over x the weights with which it calls the blocks, or None for their own.
 
-        See `weights_in_passes`. Each block's gradients come as soon as they are known.
+        On a device they are copies, see `weights_in_passes`. Each block's gradients come as soon as they are known.
         """
         blocks = [weights_in_passes(block, count) for block in self.blocks] if on_device_in_bfloat16(x) else [None]
-        if None in blocks:
-            return [self] * count
-
-        def one_pass(number):
-            weights = {f"blocks.{index}.{name}": value for index, passes in enumerate(blocks)
-                       for name, value in passes[number].items()}
-            return lambda *given: functional_call(self, weights, given)
-        return [one_pass(number) for number in range(count)]
+        return [None if None in blocks else [passes[number] for passes in blocks] for number in range(count)]
 
     def tokens(self, features, kind):
         """Tokens of features (B, C, *grid). kind: 0 for the image, 1 for the condition."""
@@ -220,35 +213,39 @@ class MutualAttention(nn.Module):
         tokens = self.enter(features.flatten(2).transpose(1, 2))                            # (B, 512, 1024)
         return tokens + self.kind[kind] + places                                            # (B, 512, 1024)
 
-    def forward(self, features, condition, time):
-        """features: (B, C, *grid) of the image. condition: the same of the condition, or None.
+    def forward(self, features, condition, time, weights):
+        """features: (B, C, *grid) of the image. condition: the same of the condition, or None. weights: of one pass.
 
-        Returns: the image's features, to which its tokens have added what they gathered. Without a time: `pooled`.
+        Returns: the image's features, to which its tokens have added what they gathered.
         """
-        if time is None:
-            return self.pooled(features, *(() if condition is None else (condition,)))
         tokens = self.tokens(features, 0)                                                   # (B, 512, 1024)
         count = tokens.shape[1]
         if condition is not None:
             tokens = torch.cat([tokens, self.tokens(condition, 1)], dim=1)                  # (B, 1024, 1024)
         tokens = tokens + self.by_time(time)[:, None]                                       # (B, 1024, 1024)
-        tokens = self.through_blocks(tokens)                                                # (B, 1024, 1024)
+        tokens = self.through_blocks(tokens, weights)                                       # (B, 1024, 1024)
         update = self.leave(self.norm(tokens[:, :count]))                                   # (B, 512, 256)
         return features + update.transpose(1, 2).reshape(features.shape)                    # (B, 256, 8^3)
 
-    def through_blocks(self, tokens):
+    def through_blocks(self, tokens, weights):
         """What the blocks make of tokens. Each adds what the one before it found, in one operation with its norm."""
         branch = None
-        for block in self.blocks:
-            tokens, branch = block(tokens, branch)                                          # (B, 1024, 1024) each
+        for index, block in enumerate(self.blocks):
+            if weights is None:
+                tokens, branch = block(tokens, branch)                                      # (B, 1024, 1024) each
+            else:
+                tokens, branch = functional_call(block, weights[index], (tokens, branch))   # (B, 1024, 1024) each
         return tokens if branch is None else tokens + branch                                # (B, 1024, 1024)
 
-    def pooled(self, *features):
-        """Mean token of an image and, if it is given, of a condition, each by itself: (B, width) each."""
+    def pooled(self, features, weights):
+        """Mean token of an image and, if it is given, of a condition, each by itself: (B, width) each.
+
+        features: of the image, or of both: a list of (B, C, *grid). weights: of one pass.
+        """
         tokens = [self.tokens(each, kind) for kind, each in enumerate(features)]            # (B, 512, 1024) each
         if accelerated(tokens[0]):  # side by side they take half as many operations
             tokens = [torch.cat(tokens)]                                                    # (2B, 512, 1024)
-        tokens = [self.through_blocks(each) for each in tokens]                             # (B, 512, 1024) each
+        tokens = [self.through_blocks(each, weights) for each in tokens]                    # (B, 512, 1024) each
         means = torch.cat([self.norm(each).mean(1) for each in tokens])                     # (2B, 1024)
         return means.chunk(len(features))                                                   # (B, 1024) each
 
@@ -604,15 +601,15 @@ class OM_net(nn.Module):
             field = field + step                                                            # (B, 3, 128^3)
         return field
 
-    def one_pass(self, attention, image, features, condition, shown_fraction, t, time, target):
+    def one_pass(self, weights, image, features, condition, shown_fraction, t, time, target):
         """The field of one pass, in voxels. features, condition: of the encoder; condition is None without one.
 
-        attention: of `in_passes`. target: of `descent_target`.
+        weights: of `block_weights`. target: of `descent_target`.
         """
         image_size, padded_size = image.shape[2:], tuple(features[0].shape[2:])
         if self.conditioned and condition is None:
             condition = [torch.zeros_like(level) for level in features]                     # (B, 16, 128^3), ...
-        x = attention(features[-1], condition[-1] if condition else None, time)             # (B, 256, 8^3)
+        x = self.attention(features[-1], condition[-1] if condition else None, time, weights)    # (B, 256, 8^3)
         field_norm = self.coarse(x, features[self.stride - 1].shape[2:]).float()            # (B, 3, 128^3)
         affine = None
         if self.match is not None:
@@ -655,19 +652,20 @@ class OM_net(nn.Module):
         together = embed or not (self.detach and self.rec_num > 1)
         features, encoded = self.encode(image, condition, use_condition, time, together)    # (B, 16, 128^3), ...
         if embed:
-            attention, = self.attention.in_passes(1, image)
-            pooled = attention(features[-1], encoded[-1] if encoded else None, None)        # (B, 1024) each
+            weights, = self.attention.block_weights(1, image)
+            coarsest = [levels[-1] for levels in (features, encoded) if levels]             # (B, 256, 8^3) each
+            pooled = self.attention.pooled(coarsest, weights)                               # (B, 1024) each
             return [unit_embedding(self.embedding, pooled[kind]) for kind in (0, -1)]       # (B, 128) each
         shown_fraction = self.shown_fraction(image, condition, use_condition)               # (B,)
         target = self.descent_target(image, condition, use_condition)
-        attentions = iter(self.attention.in_passes(self.rec_num, image))
+        weights = iter(self.attention.block_weights(self.rec_num, image))
 
         def one_pass(warped):
             if warped is image and features:
                 of_warped = features                                                        # (B, 16, 128^3), ...
             else:
                 of_warped = self.encoder(self.fully_shown(warped), time)                    # (B, 16, 128^3), ...
-            return self.one_pass(next(attentions), warped, of_warped, encoded, shown_fraction, t, time, target)
+            return self.one_pass(next(weights), warped, of_warped, encoded, shown_fraction, t, time, target)
 
         field = recurse(one_pass, image, self.rec_num, self.detach)                         # (B, 3, 128^3)
         return (field, logits) if segment else field
