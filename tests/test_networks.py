@@ -204,18 +204,26 @@ def test_a_network_takes_the_arguments_that_it_names(monkeypatch):
     assert net.field.tolist() == pytest.approx([1 / 80] * 2)
 
 
-def matched(features_at, dims=3):
-    """AffineMatch's field for token features given as a function of place: features_at(places) -> (T, C)."""
+def matched(features_at, grid=(7, 9, 8)):
+    """An AffineMatch; features of image and condition, by features_at(places) -> (T, C) each; and their size."""
     torch.manual_seed(0)
     match = AffineMatch(channels=16, width=64, typical_norm=network_arguments(config())["typical_norm"])
     with torch.no_grad():
         match.project.weight.copy_(torch.randn(64, 16))
         match.log_sharpness.fill_(math.log(200.0))
         match.log_reach.fill_(math.log(30.0))
-    grid = {2: (30, 34), 3: (14, 17, 15)}[dims]
     places = identity(grid)[0].flatten(1).T
     image, condition = (features.T.reshape(1, -1, *grid) for features in features_at(places))
     return match, image, condition, tuple(4 * n for n in grid)
+
+
+def shifted():
+    """`matched` for a condition that is half a token away."""
+    return matched(lambda places: (waves(places), waves(places + 0.5)))
+
+
+def field_of(match, image, condition, size, t=80, shown=1.0):
+    return match(image, condition, torch.tensor([shown]), torch.tensor([t]), size)
 
 
 def waves(places):
@@ -233,19 +241,18 @@ def test_affine_match_finds_an_affine_map_of_the_features(dims):
     def features_at(places):
         return waves(places), waves((places - centre) @ linear.T + centre + shift)
 
-    match, image, condition, size = matched(features_at, dims)
-    field = match(image, condition, torch.ones(1), torch.tensor([80]), size)
+    *given, size = matched(features_at, {2: (30, 34), 3: (14, 17, 15)}[dims])
+    field = field_of(*given, size)
     voxels = identity(size)[0].flatten(1).T / 4  # in tokens
     true = ((voxels - centre) @ linear.T + centre + shift - voxels).T.reshape(1, dims, *size) * 4
     assert (field - true).square().sum(1).sqrt().mean() < 0.2 * true.square().sum(1).sqrt().mean()
 
 
 def test_affine_match_of_equal_volumes_and_of_a_dropped_condition_is_zero():
-    match, image, condition, size = matched(lambda places: (waves(places), waves(places)))
-    assert match(image, condition, torch.ones(1), torch.tensor([80]), size).abs().max() < 1e-3
-    match, image, condition, size = matched(lambda places: (waves(places), waves(places + 0.5)))
-    assert match(image, condition, torch.ones(1), torch.tensor([80]), size).abs().max() > 0.5
-    assert not match(image, torch.zeros_like(condition), torch.zeros(1), torch.tensor([80]), size).any()
+    assert field_of(*matched(lambda places: (waves(places), waves(places)))).abs().max() < 1e-3
+    match, image, condition, size = shifted()
+    assert field_of(match, image, condition, size).abs().max() > 0.5
+    assert not field_of(match, image, torch.zeros_like(condition), size, shown=0.0).any()
 
 
 @pytest.mark.parametrize("size", [(16, 16, 16), (18, 20, 23)])
@@ -260,10 +267,8 @@ def test_a_new_network_moves_no_volume_onto_itself_at_a_padded_size_either(size)
 
 
 def test_affine_match_counts_as_much_as_the_condition_shows_of_the_volume():
-    match, image, condition, size = matched(lambda places: (waves(places), waves(places + 0.5)))
-    fields = match(image.repeat(2, 1, 1, 1, 1), condition.repeat(2, 1, 1, 1, 1), torch.tensor([1, 0.1]),
-                   torch.tensor([80, 80]), size)
-    assert torch.allclose(fields[1], 0.1 * fields[0], atol=1e-4)
+    given = shifted()
+    assert torch.allclose(field_of(*given, shown=0.1), 0.1 * field_of(*given), atol=1e-4)
 
 
 def test_what_a_condition_shows_is_its_mask_unless_it_is_dropped():
@@ -290,16 +295,15 @@ def test_a_network_of_the_shipped_recipe_begins_with_little_to_undo_of_its_own()
 
 
 def test_affine_match_takes_the_part_of_the_way_that_time_t_asks_for():
-    match, image, condition, size = matched(lambda places: (waves(places), waves(places + 0.5)))
+    match, *given = shifted()
     match.limit.fill_(match.NO_LIMIT)
-    whole, part = (match(image, condition, torch.ones(1), torch.tensor([t]), size) for t in (80, 79))
-    assert torch.allclose(part, whole * 13 / 195, atol=1e-4)
+    assert torch.allclose(field_of(match, *given, t=79), field_of(match, *given) * 13 / 195, atol=1e-4)
 
 
 def test_affine_match_is_limited_by_what_is_typical_of_time_t_but_not_in_registration():
-    match, image, condition, size = matched(lambda places: (waves(places), waves(places + 0.5)))
-    asked = match(image, condition, torch.ones(1), torch.tensor([80]), size) * match.share[2]
-    given = match(image, condition, torch.ones(1), torch.tensor([2]), size)
+    match, *features, size = shifted()
+    asked = field_of(match, *features, size) * match.share[2]
+    given = field_of(match, *features, size, t=2)
     limit = 2 * typical_displacement(config(), 2)
 
     def length(field):

@@ -30,6 +30,7 @@ from Report.run import headline, state_of
 from Report.run_logs import read_run
 from Runtime import checkpoint
 from Runtime.device import precision
+from Runtime.errors import InputError
 from Runtime.provenance import git
 from Supervisor import attempts
 from tests import launching, warm
@@ -216,15 +217,16 @@ def test_output_that_nobody_takes_ends_no_training(data, tmp_path, finished_run,
     assert done.returncode == 0 and final_sha256(tmp_path) == final_sha256(finished_run(**short))
 
 
-def test_a_queue_of_another_length_starts_empty(data, tmp_path, capfd):
-    assert train(data, tmp_path, "--max-steps-before-restart", "2") == 42
-    assert newest_state(tmp_path)["queue"]["next"] == 4
-    assert train(data, tmp_path, "--max-steps-before-restart", "1", contrastive__queue=12) == 42
-    said = capfd.readouterr().out
+def test_a_queue_of_another_length_starts_empty(data, tmp_path, capsys):
+    run = begin(config(data, **QUICK), tmp_path)
+    om.embeddings.push(run.queue, *torch.rand(2, 4, 8), torch.arange(4))
+    om.training_state.save(run, "one.pth")
+    om.training_state.finish_saving(run, last=True)
+    assert begin(run.cfg, tmp_path).queue["next"] == 4
+    assert begin(config(data, contrastive__queue=12, **QUICK), tmp_path).queue["subjects"].tolist() == [-1] * 12
+    said = capsys.readouterr().out
     assert "changed since the checkpoint: contrastive.queue: 8 -> 12" in said
     assert "the queue of mode 2 starts empty, because it has another length" in said
-    queue = newest_state(tmp_path)["queue"]
-    assert queue["next"] == 2 and (queue["subjects"] >= 0).tolist() == [True] * 2 + [False] * 10
 
 
 def test_closed_gate_leaves_mode_3_out_of_the_averages(data, tmp_path, capfd):
@@ -235,14 +237,15 @@ def test_closed_gate_leaves_mode_3_out_of_the_averages(data, tmp_path, capfd):
     assert "regist - imgsim -" in capfd.readouterr().out
 
 
-def test_a_term_that_two_modes_return_under_one_name_is_refused(data, tmp_path, monkeypatch, capfd):
+def test_a_term_that_two_modes_return_under_one_name_is_refused(data):
     def step(net, batch, cfg):
         loss, terms = om.step_registration(net, batch, cfg)
         return loss, {**terms, "ang": terms["imgsim"]}
 
-    monkeypatch.setitem(om.MODES, "registration", om.MODES["registration"]._replace(step=step))
-    assert train(data, tmp_path, run__epochs=1, registration__gate=1.0) == 43
-    assert "mode registration and an earlier one both return a loss term ang; rename one." in capfd.readouterr().err
+    run = begin(config(data, **QUICK))
+    run.modes = [run.modes[0], run.modes[2]._replace(step=step)]
+    with pytest.raises(InputError, match="mode registration and an earlier one both return a loss term ang; rename"):
+        om.train_step(run, *first_batches(run))
 
 
 OFF = {"diffusion": ("total", {"loss__dist": 0.0, "loss__ang": 0.0, "loss__regul": 0.0}),
@@ -331,9 +334,9 @@ def test_the_condition_is_dropped_in_a_share_of_the_volumes(data, share):
 
 
 def test_validation_comes_every_so_many_epochs_and_at_the_end(data, tmp_path, capsys):
-    assert train(data, tmp_path, run__epochs=3, run__val_every=2, data__repeats=1, **QUICK) == 0
+    assert train(data, tmp_path, run__epochs=3, run__val_every=2, data__repeats=1) == 0
     assert ["val_ang" in line for line in log_lines(tmp_path, "epoch")] == [False, True, True]
-    assert train(data, tmp_path, run__epochs=2, run__val_every=2, data__repeats=1, **QUICK) == 0
+    assert train(data, tmp_path, run__epochs=2, run__val_every=2, data__repeats=1) == 0
     assert "done: 3 epochs" in capsys.readouterr().out, "run.epochs asks for two, but three are done"
     assert headline(read_run(next((tmp_path / "Models").iterdir())), [])[0][:2] == ("Epochs", 3)
 
@@ -464,25 +467,26 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(d
     assert word == "stopped" and "not finite in 3 steps in a row" in sentence and "checkpoint" not in sentence
 
 
+def contrastive(data, subjects, **changes):
+    """Config, network, an empty queue, and a batch of two volumes of these subjects for mode 2."""
+    cfg = config(data, **changes)
+    net, queue = om.build_network(cfg), om.embeddings.new_queue(cfg, "cpu")
+    batch = om.deform_batch(torch.rand(2, 1, 8, 8, 8), [(0, 0, 0), (0, 0, 1)], om.DeformDDPM(cfg), cfg)
+    return cfg, net, queue, {**batch, "subjects": torch.tensor(subjects), "queue": queue, "targets": None}
+
+
 def test_contrastive_loss_is_zero_until_the_queue_holds_another_subject(data):
-    cfg = config(data)
-    net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.embeddings.new_queue(cfg, "cpu")
-    images, subjects = torch.rand(2, 1, 16, 16, 16), torch.tensor([3, 3])
-    batch = {**om.deform_batch(images, [(0, 0, 0), (0, 0, 1)], ddpm, cfg), "subjects": subjects, "queue": queue,
-             "targets": None}
+    cfg, net, queue, batch = contrastive(data, [3, 3])
     loss, _, kept = om.step_contrastive(net, batch, cfg)
     assert loss.item() == 0.0
-    om.embeddings.push(queue, *kept, subjects)
+    om.embeddings.push(queue, *kept, batch["subjects"])
     assert om.step_contrastive(net, batch, cfg)[0].item() == 0.0
     assert om.step_contrastive(net, {**batch, "subjects": torch.tensor([4, 5])}, cfg)[0].item() > 0.0
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7])
 def test_mode_2_divides_by_the_temperature_of_the_config(data, temperature):
-    cfg = config(data, contrastive__temperature=temperature, loss__contrastive=2.0)
-    net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.embeddings.new_queue(cfg, "cpu")
-    batch = {**om.deform_batch(torch.rand(2, 1, 8, 8, 8), [(0, 0, 0), (0, 0, 1)], ddpm, cfg),
-             "subjects": torch.tensor([3, 4]), "queue": queue, "targets": None}
+    cfg, net, queue, batch = contrastive(data, [3, 4], contrastive__temperature=temperature, loss__contrastive=2.0)
     own = om.embeddings.embed(net, batch, cfg)
     others = [F.normalize(one.detach() + 0.2 * torch.randn_like(one), dim=1) for one in own]
     om.embeddings.push(queue, *others, torch.tensor([7, 8]))
@@ -494,13 +498,10 @@ def test_mode_2_divides_by_the_temperature_of_the_config(data, temperature):
 
 
 def test_mode_2_matches_and_keeps_what_the_averaged_weights_make_of_a_sample(data):
-    cfg = config(data)
-    net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.embeddings.new_queue(cfg, "cpu")
+    cfg, net, queue, batch = contrastive(data, [3, 4])
     before = checkpoint.weights_sha256(net.state_dict())
     ema = {name: parameter.detach() + 0.01 * torch.randn_like(parameter) for name, parameter in
-               net.named_parameters()}
-    batch = {**om.deform_batch(torch.rand(2, 1, 16, 16, 16), [(0, 0, 0), (0, 0, 1)], ddpm, cfg),
-             "subjects": torch.tensor([3, 4]), "queue": queue, "targets": None}
+           net.named_parameters()}
     om.embeddings.push(queue, *(one.detach() for one in om.embeddings.embed(net, batch, cfg)), torch.tensor([7, 8]))
     own = om.step_contrastive(net, batch, cfg)[0].item()
     assert om.embeddings.target_embeddings(net, None, [batch, batch], cfg) == [None, None]
