@@ -369,12 +369,12 @@ def run_mode(run, mode, batches, **raised):
     if mode.clip_norm:
         clip_grads_with_norm_(run.net.parameters(), run.cfg[mode.clip_norm], norm)
     norm = optim.whole(norm).item()
-    if not agreed.nonfinite and not math.isfinite(norm):  # else the rank with the loss has told
-        watchdog.event("nonfinite", mode=mode.name, terms=means, norm=str(norm))
-    terms, moved = dict(zip(means, agreed.terms)), math.isfinite(norm) and not agreed.nonfinite
+    terms, moved = dict(zip(means, agreed.terms)), not agreed.nonfinite and math.isfinite(norm)
     if moved:
         optimizer.step()
         add_terms(run.progress.sums, terms)
+    elif not agreed.nonfinite:  # else the rank with the loss has told
+        watchdog.event("nonfinite", mode=mode.name, terms=means, norm=str(norm))
     return ModeResult(agreed, terms, moved, norm, kept)
 
 

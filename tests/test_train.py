@@ -334,9 +334,10 @@ def test_the_condition_is_dropped_in_a_share_of_the_volumes(data, share):
 
 
 def test_validation_comes_every_so_many_epochs_and_at_the_end(data, tmp_path, capsys):
-    assert train(data, tmp_path, run__epochs=3, run__val_every=2, data__repeats=1) == 0
+    one_step = {"run__val_every": 2, "data__train_ids": "0-1", "data__expect_samples": 2, "data__repeats": 1}
+    assert train(data, tmp_path, run__epochs=3, **one_step) == 0
     assert ["val_ang" in line for line in log_lines(tmp_path, "epoch")] == [False, True, True]
-    assert train(data, tmp_path, run__epochs=2, run__val_every=2, data__repeats=1) == 0
+    assert train(data, tmp_path, run__epochs=2, **one_step) == 0
     assert "done: 3 epochs" in capsys.readouterr().out, "run.epochs asks for two, but three are done"
     assert headline(read_run(next((tmp_path / "Models").iterdir())), [])[0][:2] == ("Epochs", 3)
 
@@ -648,8 +649,8 @@ def test_pair_list_is_followed(data, tmp_path, capsys):
         capsys.readouterr().out)
     listed = read_datasets(config(data, data__pair_list=pairs))[2]
     assert listed == [(4, 1)] * 3
-    assert train(data, tmp_path / "alone", run__epochs=1, data__pair_list=pairs, **ALONE) == 0
-    assert len(log_lines(tmp_path / "alone", "step")) == 6, "mode 1 alone takes no pairs"
+    words = "--max-steps-before-restart", "4"
+    assert train(data, tmp_path / "alone", *words, data__pair_list=pairs, **ALONE) == 42, "mode 1 alone takes no pairs"
     assert "pairs for" not in capsys.readouterr().out
 
 
