@@ -10,7 +10,7 @@ from Diffusion.networks import build_network
 from Runtime.errors import InputError
 from tests.tiny import config
 
-SIZES = {2: (18, 25), 3: (18, 13, 21)}  # nothing here divides by anything
+SIZES = {2: (18, 25), 3: (9, 7, 13)}  # nothing here divides by anything
 
 
 def blob(size, centre, radius=5.0):

@@ -25,7 +25,7 @@ from Runtime.checkpoint import weights_sha256
 from Runtime.config import load_config
 from tests.tiny import ROOT, config
 
-SIZES = {2: (18, 25), 3: (18, 13, 21)}  # nothing here divides by anything
+SIZES = {2: (18, 25), 3: (9, 7, 13)}  # nothing here divides by anything
 
 
 def tiny(name="om_net", dims=3, **changes):
@@ -33,10 +33,9 @@ def tiny(name="om_net", dims=3, **changes):
     return build_network(cfg), cfg
 
 
-def inputs(dims, batch=2):
+def inputs(dims):
     torch.manual_seed(0)
-    image = torch.rand(batch, 1, *SIZES[dims])
-    return image, torch.arange(batch) * 40, torch.rand(batch, 2, *SIZES[dims])
+    return torch.rand(2, 1, *SIZES[dims]), torch.tensor([0, 40]), torch.rand(2, 2, *SIZES[dims])
 
 
 def wake(net):
@@ -241,7 +240,7 @@ def test_affine_match_finds_an_affine_map_of_the_features(dims):
     def features_at(places):
         return waves(places), waves((places - centre) @ linear.T + centre + shift)
 
-    *given, size = matched(features_at, {2: (30, 34), 3: (14, 17, 15)}[dims])
+    *given, size = matched(features_at, {2: (30, 34), 3: (12, 14, 13)}[dims])
     field = field_of(*given, size)
     voxels = identity(size)[0].flatten(1).T / 4  # in tokens
     true = ((voxels - centre) @ linear.T + centre + shift - voxels).T.reshape(1, dims, *size) * 4
@@ -286,7 +285,7 @@ def test_a_network_of_the_shipped_recipe_begins_with_little_to_undo_of_its_own()
                                                         "model.attention_heads=1"])
     net, image = build_network(cfg), F.interpolate(torch.rand(2, 1, 6, 6, 6), size=(32, 32, 32), mode="trilinear")
     t = torch.tensor([2, 40])
-    conditions = [make_condition(image, cfg["model.condition_type"], [(0, 0, n), (1, 0, n)]) for n in range(5)]
+    conditions = [make_condition(image, cfg["model.condition_type"], [(0, 0, n), (1, 0, n)]) for n in range(2)]
     with torch.no_grad():
         fields = torch.stack([net(image, t, condition) for condition in conditions])
         typical = net.field_scale(torch.ones_like(fields[0]), t, image.shape[2:])
@@ -383,7 +382,7 @@ class Recorder(TorchDispatchMode):
 
 def convolutions(cfg):
     """Arguments of every convolution of the field and of the embeddings, on tensors that nobody has written to."""
-    with FakeTensorMode(), Recorder() as recorder:
+    with torch.no_grad(), FakeTensorMode(), Recorder() as recorder:
         net, image = new_network(cfg), torch.zeros(1, 1, *cfg["data.img_size"])
         for words in ({}, {"embed": True}):
             net(image, torch.tensor([3]), make_condition(image, "volume"), **words)
@@ -407,7 +406,7 @@ def test_neighbour_products_are_those_of_the_shifted_volumes(dims):
     for channel, offset in enumerate(itertools.product(range(3), repeat=dims)):
         shifted = padded[(slice(None), *[slice(i, i + n) for i, n in zip(offset, size)])]
         assert torch.allclose(products[:, channel], (image * shifted).sum(-1))
-    assert torch.autograd.gradcheck(NeighbourProducts.apply, (image, padded))
+    assert torch.autograd.gradcheck(NeighbourProducts.apply, (image, padded), fast_mode=True)
 
 
 @pytest.mark.parametrize("detach", ["true", "false"])
