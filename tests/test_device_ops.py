@@ -187,7 +187,7 @@ def network_and_inputs(**changes):
     net = build_network(config(model__rec_num=2, **changes))
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.1)
-    return net, (torch.rand(2, 1, 16, 16, 16), torch.tensor([3, 5]), torch.rand(2, 2, 16, 16, 16))
+    return net, (torch.rand(2, 1, 8, 8, 8), torch.tensor([3, 5]), torch.rand(2, 2, 8, 8, 8))
 
 
 def gradients_of(net, results):

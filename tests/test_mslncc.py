@@ -9,10 +9,8 @@ from Diffusion.losses import local_correlation
 from tests import plain_step
 from tests.plain_step import mslncc
 
-SIZES = [(17, 23), (13, 19, 15)]
 
-
-@pytest.fixture(params=SIZES, ids=["2d", "3d"])
+@pytest.fixture(params=[(17, 23), (10, 13, 11)], ids=["2d", "3d"])
 def size(request):
     return request.param
 
@@ -30,12 +28,10 @@ def pair(size, batch=2, channels=1, likeness=0.7, seed=0):
 @pytest.mark.parametrize("squared", [True, False])
 @pytest.mark.parametrize("window", [3, 9])
 def test_value_equals_the_dense_convolution(size, window, squared):
-    for channels in (1, 2):
-        a, b = pair(size, 3, channels)
-        ours = local_correlation(a, b, window, squared)
-        assert ours.dim() == 0
-        assert 0.1 < float(ours) < 0.99
-        assert float(ours) == pytest.approx(float(dense_correlation(a, b, window, squared)), abs=2e-6)
+    a, b = pair(size, channels=2)
+    ours = local_correlation(a, b, window, squared)
+    assert ours.dim() == 0 and 0.1 < float(ours) < 0.99
+    assert float(ours) == pytest.approx(float(dense_correlation(a, b, window, squared)), abs=2e-6)
 
 
 @pytest.mark.parametrize("sides, window", [((5, 23), 9), ((3, 4), 9), ((5, 6, 7), 11), ((1, 8, 3), 5), ((4, 5, 4), 9)])
