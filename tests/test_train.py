@@ -325,10 +325,10 @@ def test_the_gate_goes_by_what_all_ranks_agree_on(data, monkeypatch, agreed, ope
     assert om.train_step(run, *first_batches(run))[0]["open"] == opens
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
-def test_the_condition_is_dropped_in_a_share_of_the_volumes(data, share):
+@pytest.mark.parametrize("share, count", [(0.0, 20), (0.1, 400), (1.0, 20)])
+def test_the_condition_is_dropped_in_a_share_of_the_volumes(data, share, count):
     cfg = config(data, model__condition_dropout=share, **QUICK)
-    keys = [(0, 0, number) for number in range(400)]
+    keys = [(0, 0, number) for number in range(count)]
     used = om.deform_batch(torch.rand(len(keys), 1, 8, 8, 8), keys, om.DeformDDPM(cfg), cfg)["use_condition"]
     assert (~used).float().mean().item() == pytest.approx(share, abs=0.05 * (0 < share < 1))
 
