@@ -9,7 +9,7 @@ import json
 
 from Runtime.errors import InputError
 from Runtime.files import is_there, read_lines, write_file
-from Runtime.manifest import checkpoint_files, durable_step
+from Runtime.manifest import checkpoint_files
 
 LOG_BYTES = 2 ** 20  # at the end of rank 0's log, where its last step is
 
@@ -27,60 +27,52 @@ class Split:
 
 
 def new_step(cfg, world_size):
-    """The step of a run's first launch: {"samples", "pairs", "ranks"}. world_size: ranks of this launch."""
+    """The step of a run's first launch: {"samples", "pairs", "ranks", "ratio"}. world_size: ranks of this launch."""
     total = cfg["data.global_batchsize"]
-    if total:
-        return {"samples": total, "pairs": pairs_for(cfg, total), "ranks": world_size}
-    return {"samples": cfg["data.batchsize"] * world_size, "pairs": most_pairs(cfg) * world_size, "ranks": world_size}
+    return {"samples": total or cfg["data.batchsize"] * world_size,
+            "pairs": pairs_for(cfg, total) if total else most_pairs(cfg) * world_size,
+            "ranks": world_size, "ratio": cfg["data.diff_reg_batch_ratio"]}
 
 
 def known_step(run, cfg):
-    """The step that an earlier launch fixed; None if step.json is lost or data.global_batchsize sets another step.
+    """The step that an earlier launch fixed; None if it is unknown or data.global_batchsize sets another.
 
-    If data.diff_reg_batch_ratio has changed since, it has as many pairs as the new ratio gives.
+    If step.json is lost, the samples are those of the last step in rank 0's log. If data.diff_reg_batch_ratio has
+    changed since, the step has as many pairs as the new ratio gives.
     run: Path of the run folder.
     """
-    path, ratio, total = run / "step.json", cfg["data.diff_reg_batch_ratio"], cfg["data.global_batchsize"]
+    ratio = cfg["data.diff_reg_batch_ratio"]
     try:
-        content = json.loads(path.read_text())
+        content = json.loads((run / "step.json").read_text())
         step = {name: int(content[name]) for name in ("samples", "pairs", "ranks")}
-        # Steps of earlier versions have none. They took that of the config if this also set the step.
-        same_ratio = content.get("ratio", None if total else ratio) == ratio
-    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        step["ratio"] = content.get("ratio", ratio)  # versions before 1.4 did not store it
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        step = {"ratio": None, "samples": next((
+            line["samples"] for line in reversed(read_lines(run / "rank0.jsonl", LOG_BYTES))
+            if line.get("event") == "step" and type(line.get("samples")) is int), 0)}
+    if step["samples"] <= 0 or cfg["data.global_batchsize"] not in (0, step["samples"]):
         return None
-    if total and (total != step["samples"] or not same_ratio):
-        return None
-    return step if same_ratio else {**step, "pairs": whole_batches(cfg, step["samples"]) * most_pairs(cfg)}
-
-
-def logged_step(run, cfg):
-    """The step of a run that has lost its step.json, from the samples of the last step in rank 0's log.
-
-    run: Path of the run folder. Returns: None without that log. Raises InputError if it has no step.
-    """
-    if not is_there(run / "rank0.jsonl"):  # a checkpoint without its logs, as on another cluster
-        return None
-    lines = read_lines(run / "rank0.jsonl", LOG_BYTES)
-    samples = next((line["samples"] for line in reversed(lines)
-                    if line.get("event") == "step" and type(line.get("samples")) is int), 0)
-    if samples <= 0:
-        raise InputError(f"{run / 'step.json'} is missing or damaged, and rank0.jsonl has no step: set "
-                         "data.global_batchsize to the samples per step of this run, which are data.batchsize x the "
-                         "ranks of its first launch.")
-    count = whole_batches(cfg, samples)
-    return {"samples": samples, "pairs": count * most_pairs(cfg), "ranks": count}
+    if step["ratio"] != ratio:
+        anew = new_step(cfg, max(step["samples"] // cfg["data.batchsize"], 1))
+        step = {**anew, **step, "pairs": anew["pairs"], "ratio": ratio}
+    return step
 
 
 def fix_step(run, cfg, world_size):
-    """The step of a run: `known_step`, or else `logged_step` or this launch's `new_step`, written to step.json.
+    """The step of a run: its `known_step`, or else the `new_step` of this launch; written to step.json.
 
     A step that no launch has taken yet, since the first one was refused or died, binds nobody.
+    Raises InputError if the step of a run that has trained is unknown.
     """
-    begun = durable_step(run) or checkpoint_files(run)
-    step, total = known_step(run, cfg) if begun else None, cfg["data.global_batchsize"]
-    if step is None:
-        step = (logged_step(run, cfg) if begun and not total else None) or new_step(cfg, world_size)
-        write_file(run / "step.json", json.dumps({**step, "ratio": cfg["data.diff_reg_batch_ratio"]}) + "\n")
+    begun, total = checkpoint_files(run), cfg["data.global_batchsize"]
+    step = known_step(run, cfg) if begun else None
+    # A checkpoint without any logs, as on another cluster, may begin a run.
+    if begun and not step and not total and is_there(run / "rank0.jsonl"):
+        raise InputError(f"{run / 'step.json'} is missing or damaged, and rank0.jsonl has no step: set "
+                         "data.global_batchsize to the samples per step of this run, which are data.batchsize x the "
+                         "ranks of its first launch.")
+    step = step or new_step(cfg, world_size)
+    write_file(run / "step.json", json.dumps(step) + "\n")
     return {**step, "ranks": world_size} if total else step  # one that the config sets binds this launch's ranks
 
 
@@ -92,11 +84,6 @@ def most_pairs(cfg):
 def pairs_for(cfg, samples):
     """Pairs for so many samples, at least one. A quotient that floating point leaves just below a number is that."""
     return max(int(samples / cfg["data.diff_reg_batch_ratio"] + 1e-9), 1)
-
-
-def whole_batches(cfg, samples):
-    """How many batches of data.batchsize so many samples are, at least one."""
-    return max(samples // cfg["data.batchsize"], 1)
 
 
 def split_step(cfg, world_size, step=None):

@@ -34,7 +34,7 @@ class Ranks:
     rank: int = 0
     local_rank: int = 0          # rank within its node
     world_size: int = 1
-    step: dict | None = None     # {"samples", "pairs", "ranks"}, fixed by the run's first launch, see `open_run`
+    step: dict | None = None     # of `fix_step`: the samples and pairs of a step, fixed by the run's first launch
     store: object = None         # a TCPStore that lives as long as the process
     cpu: object = None           # gloo group for agreements
     generation: int = -1         # of the process groups, counted from 0

@@ -451,13 +451,14 @@ def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, 
     def split(nodes, asked, **changes):
         found = share_out(tmp_path, config(**changes), nodes, 2, asked)
         return *found, capsys.readouterr().err
-    whole = {"samples": 8, "pairs": 4, "ranks": 4}
+    whole = {"samples": 8, "pairs": 4, "ranks": 4, "ratio": 2.0}
     assert split(1, 2)[0]["samples"] == 4
     assert split(2, 4) == (whole, 2, 2, "")
-    assert json.loads((tmp_path / "step.json").read_text()) == {**whole, "ratio": 2.0}
+    assert json.loads((tmp_path / "step.json").read_text()) == whole
     durable(tmp_path, 4)  # from now on it is fixed: it has been taken
     assert split(1, 4) == (whole, 1, 2, "2 of 4 ranks (1 x 2) do the whole step of 8 samples, 2 batches each\n")
-    assert split(2, 4, data__diff_reg_batch_ratio=1)[0] == {**whole, "pairs": 8}
+    assert split(2, 4, data__diff_reg_batch_ratio=1)[0] == {**whole, "pairs": 8, "ratio": 1.0}
+    assert split(2, 4)[0] == whole
     (tmp_path / "000001_demo_om_net.pth").touch()
     (tmp_path / "manifest.json").rename(tmp_path / "lost")
     assert split(1, 2)[0] == whole, "a lost manifest does not undo it"
@@ -466,7 +467,8 @@ def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, 
     assert (step, used) == (whole, [2, 2]) and "2 more could not share it evenly and stay idle" in said
     with pytest.raises(InputError, match="of 8 samples, which the run's first launch with 4 ranks fixed, is not"):
         split(4, 8)  # nothing is missing: somebody wants more than the run can use
-    assert split(4, 8, data__global_batchsize=16) == ({"samples": 16, "pairs": 8, "ranks": 8}, 4, 2, ""), "the config's"
+    assert split(4, 8, data__global_batchsize=16) == (
+        {**whole, "samples": 16, "pairs": 8, "ranks": 8}, 4, 2, ""), "the config's"
     assert split(2, 4)[0]["samples"] == 16, "as it was last"
 
 
@@ -474,7 +476,7 @@ def test_a_step_is_kept_if_its_file_is_lost_or_the_config_sets_the_same_samples(
     """Three ranks of batch 2 at ratio 4 take a pair each, where 6 samples / 4 would be one pair in all."""
     def step(ranks, **changes):
         return fix_step(tmp_path, config(data__diff_reg_batch_ratio=4, **changes), ranks)
-    whole, path = {"samples": 6, "pairs": 3, "ranks": 3}, tmp_path / "step.json"
+    whole, path = {"samples": 6, "pairs": 3, "ranks": 3, "ratio": 4.0}, tmp_path / "step.json"
     assert step(3) == whole
     durable(tmp_path, 4)
     assert step(3, data__global_batchsize=6) == whole
@@ -488,14 +490,16 @@ def test_a_step_is_kept_if_its_file_is_lost_or_the_config_sets_the_same_samples(
             step(1)
     write_rank(tmp_path, 0, {"event": "step", "samples": 6}, {"event": "epoch"})
     for _ in range(2):
-        assert step(1) == whole and json.loads(path.read_text()) == {**whole, "ratio": 4}
+        assert step(1) == whole == json.loads(path.read_text())
+    path.write_text('{"samples": 6, "pairs": 3, "ranks": 3}')
+    assert step(1) == whole, "as versions before 1.4 wrote it"
     assert step(1, data__global_batchsize=12)["pairs"] == 3, "another step has samples / ratio"
 
 
 def test_the_launcher_is_told_the_step_and_who_does_it(tmp_path):
     found = taken(call(*begin_words(tmp_path), "--tasks", 2, "--nodes", 2, "--of", 8).stdout)
     assert (found["NODE_COUNT"], found["TASKS_PER_NODE"], found["RANKS"]) == ("2", "2", "4")
-    assert json.loads(found["OMNIMORPH_STEP"]) == {"samples": 16, "pairs": 8, "ranks": 8}
+    assert json.loads(found["OMNIMORPH_STEP"]) == {"samples": 16, "pairs": 8, "ranks": 8, "ratio": 2.0}
     assert history(tmp_path / "Models/demo_om_net")[0]["ranks"] == 4
 
 
