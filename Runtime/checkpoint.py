@@ -54,9 +54,8 @@ def step_name(epoch, step_in_epoch, data_name, net_name):
 def save(run, relative, state, metrics=None, best=None):
     """Write `state` to `run/relative`, read it back, then list it in the manifest.
 
-    metrics: {name: number or None}; NaN becomes null. best: (metric name, value, a text that says on what it was
-    measured), higher is better. It replaces the manifest's best unless that is as high in the same metric, measured on
-    the same. A crash leaves the old file or the new one.
+    metrics: {name: number or None}; NaN becomes null. best: its score for the manifest's best: (metric name, value, a
+    text that says on what it was measured), higher is better. A crash leaves the old file or the new one.
     Returns: the manifest entry.
     Raises OSError naming the file and the free space if it cannot be written or reads back differently (earlier files
     stay), ValueError for a missing key or non-finite weights, TypeError for a value that torch.load would refuse.
@@ -74,15 +73,12 @@ def save(run, relative, state, metrics=None, best=None):
         _write_and_read_back(partial, plain)
         entry = {**_entry(partial, plain, metrics), **({"score": best} if best else {})}
         manifest = _manifest(run, _stderr)
-        before = _standing_best(run, manifest, relative, entry)
-        # One of an older version has no "measured_on", which drew other validation pairs.
-        if best and before and all(before.get(key) == best[key] for key in ("metric", "measured_on")):
-            best = best if best["value"] > before["value"] else None
+        best = _best(run, manifest, relative, entry)
         # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
-        _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best or before}})
+        _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
         replace(partial, target)
         manifest["checkpoints"][relative] = entry
-        _write_manifest(run, manifest | {"best": best or before})
+        _write_manifest(run, manifest | {"best": best})
     except (OSError, RuntimeError) as error:
         _raise_write_failure(error, target)
     finally:
@@ -453,20 +449,22 @@ def _manifest(run, warn):
     return manifest
 
 
-def _standing_best(run, manifest, relative, entry):
-    """The manifest's best, unless its score belongs to weights that are gone: its file is lost, or it is `relative` and
-    gets the weights of `entry`, since its epoch was trained again. Then the best of the other checkpoints, or None."""
-    entries, best = manifest["checkpoints"], manifest["best"]
-    if best is None:
-        return None
-    old = entries[best["checkpoint"]]
-    again = best["checkpoint"] == relative and old["weights_sha256"] != entry["weights_sha256"]
-    if not again and not wrong_size(run / best["checkpoint"], old):
-        return best
-    scores = [each["score"] for name, each in entries.items() if name not in (relative, best["checkpoint"])
-              and "score" in each and not wrong_size(run / name, each)
-              and all(each["score"][key] == best.get(key) for key in ("metric", "measured_on"))]
-    return max(scores, key=lambda score: score["value"], default=None)
+def _best(run, manifest, relative, entry):
+    """The best once `relative` has this entry: the highest score of the same metric, on the same data, as the last one.
+
+    Scores of weights that are gone do not count: their file is lost, or their epoch was trained again. None if no score
+    is left.
+    """
+    before, best = manifest["checkpoints"], manifest["best"]
+    files = {name: each for name, each in before.items() if not wrong_size(run / name, each)} | {relative: entry}
+    scores = [each["score"] for each in files.values() if "score" in each]
+    # That of an older version stands in no entry. The same weights, saved again, keep theirs.
+    name = best and best["checkpoint"]
+    if name in files and files[name].get("weights_sha256") == before[name].get("weights_sha256"):
+        scores = [best, *scores]
+    last = entry.get("score") or best or {}
+    alike = [score for score in scores if all(score.get(key) == last.get(key) for key in ("metric", "measured_on"))]
+    return max(alike, key=lambda score: score["value"], default=None)
 
 
 def _write_manifest(run, manifest):
