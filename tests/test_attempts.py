@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from Supervisor.attempts import begin, end, history, share_out
 from Supervisor.run import close_run
 from tests import launching
 from tests.test_verdict import END, died, finish, write_rank
-from tests.tiny import ROOT, arguments, config
+from tests.tiny import arguments, config
 
 
 def durable(run, *steps, marks=()):
@@ -335,66 +336,71 @@ def test_a_line_cut_short_costs_only_itself(tmp_path, cut):
 # What the launcher calls
 # ---------------------------------------------------------------------------------------------------------------------
 
-def call(*words, **variables):
-    """`python -m Supervisor.attempts ...`: code, output and errors."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIMORPH_")}
-    return launching.run([sys.executable, "-m", "Supervisor.attempts", *words], cwd=ROOT, timeout=30,
-                         env={**kept, **variables, "OMP_NUM_THREADS": "1"})
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """call(*words, NAME=value, ...): `python -m Supervisor.attempts ...` with these variables: code, output, errors.
+
+    What `begin` tells the launcher is a dict of variables, as the launcher exports them.
+    """
+    def called(*words, **variables):
+        with monkeypatch.context() as patch:
+            patch.setattr(run_lock, "HELD", {})
+            for name in [name for name in os.environ if name.startswith("OMNIMORPH_") and name != launching.MARK]:
+                patch.delenv(name)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            code = attempts.main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        told = {name: str(value) for name, value in json.loads(out).items()} if out else {}
+        return SimpleNamespace(code=code or 0, told=told, err=err)
+    return called
 
 
-def taken(output):
-    """The variables as the launcher exports them."""
-    return {name: str(value) for name, value in json.loads(output).items()}
-
-
-def own(found):
-    """Those of a run, which the launcher passes on."""
-    return {name: value for name, value in found.items() if name.startswith("OMNIMORPH_")}
+def own(done):
+    """The variables of a run, which the launcher passes on."""
+    assert done.code == 0, done.err
+    return {name: value for name, value in done.told.items() if name.startswith("OMNIMORPH_")}
 
 
 def begin_words(folder, *more, **changes):
     return ["begin", *arguments(folder, *more, **changes), "--launcher-pid", os.getpid(), "--tasks", 1]
 
 
-def test_rounds_through_the_command_line(tmp_path):
+def test_rounds_through_the_command_line(tmp_path, call):
     folder = tmp_path / "a folder's $(echo); `id`"
     first = call(*begin_words(folder, "--max-steps-before-restart", "3"))
-    assert first.returncode == 0, first.stderr
-    found = taken(first.stdout)
+    mine, found = own(first), first.told
     run = folder / "Models/demo_om_net"
     assert found["OMNIMORPH_RUN"] == str(run) and (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == ("0", "0")
     assert found["OMNIMORPH_STEP_BACK"] == ""
     names = ("ROUND_SECONDS", "LEAVE_AFTER", "MAX_ROUNDS", "PAUSE_CRASH", "GRACE")
     assert [found[name] for name in names] == ["5400", "5100", "500", "10.0", "5"]
-    mine = own(found)
     other = call(*begin_words(folder), "--launcher-pid", os.getppid())
-    assert other.returncode == 43 and f"error: {run} is in use by process {os.getpid()}" in other.stderr
-    assert other.stdout == "" and len(history(run)) == 1
+    assert other.code == 43 and f"error: {run} is in use by process {os.getpid()}" in other.err
+    assert not other.told and len(history(run)) == 1
     for attempt in (0, 1):
         write_rank(run, 0, died("ValueError: it's $1"), attempt=attempt, exit={"code": 1})
         ended = call("end", 1, **{**mine, "OMNIMORPH_ATTEMPT": str(attempt)})
-        assert ended.returncode == 1 and "exception: rank 0 on node0" in ended.stderr
-        found = taken(call(*begin_words(folder), **mine).stdout)
+        assert ended.code == 1 and "exception: rank 0 on node0" in ended.err
+        found = call(*begin_words(folder), **mine).told
         assert (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == (str(attempt + 1),) * 2
         assert found["OMNIMORPH_TOKEN"] == mine["OMNIMORPH_TOKEN"]
     assert found["OMNIMORPH_STEP_BACK"].startswith("attempt 1: exception") and "it's $1" in found["OMNIMORPH_STEP_BACK"]
     finish(run, 0, attempt=2)
-    assert call("end", 0, **{**mine, "OMNIMORPH_ATTEMPT": "2"}).returncode == 0
-    assert call("unlock", **mine).returncode == 0 and not (run / "lock.json").exists()
+    assert call("end", 0, **{**mine, "OMNIMORPH_ATTEMPT": "2"}).code == 0
+    assert call("unlock", **mine).code == 0 and not (run / "lock.json").exists()
 
 
-def test_a_step_back_is_not_lost_if_the_next_start_is_refused(tmp_path, monkeypatch, capsys):
-    run = tmp_path / "Models/demo_om_net"
+def test_a_step_back_is_not_lost_if_the_next_start_is_refused(tmp_path, call):
+    run, mine = tmp_path / "Models/demo_om_net", {}
 
     def one_more(event, code, **more):
-        assert attempts.main(list(map(str, begin_words(tmp_path)))) is None
-        for name, value in own(found := taken(capsys.readouterr().out)).items():
-            monkeypatch.setenv(name, value)
+        mine.update(own(call(*begin_words(tmp_path), **mine)))
         if not (run / "manifest.json").exists():
             durable(run, 8, 12, 16)
-        write_rank(run, 0, event, attempt=int(found["OMNIMORPH_ATTEMPT"]), exit={"code": code}, **more)
-        attempts.main(["end", str(code)])
-        return found["OMNIMORPH_STEP_BACK"], history(run)[-1]["decision"]
+        write_rank(run, 0, event, attempt=int(mine["OMNIMORPH_ATTEMPT"]), exit={"code": code}, **more)
+        call("end", code, **mine)
+        return mine["OMNIMORPH_STEP_BACK"], history(run)[-1]["decision"]
 
     refused = {"event": "refused", "error": "data.root: no such folder", "phase": "data set"}
     assert one_more(died("ValueError: x"), 1) == ("", "continue")
@@ -407,9 +413,9 @@ def test_a_step_back_is_not_lost_if_the_next_start_is_refused(tmp_path, monkeypa
     assert "the same death from step 12 too" in history(run)[-1]["sentence"]
 
 
-def test_a_start_of_a_job_has_gained_something_once_it_has_saved_a_step(tmp_path):
+def test_a_start_of_a_job_has_gained_something_once_it_has_saved_a_step(tmp_path, call):
     """What an earlier start has saved does not count: else a job with too little time is put back for ever."""
-    mine = own(taken(call(*begin_words(tmp_path)).stdout))
+    mine = own(call(*begin_words(tmp_path)))
     run = tmp_path / "Models/demo_om_net"
 
     def gained(written):
@@ -419,31 +425,32 @@ def test_a_start_of_a_job_has_gained_something_once_it_has_saved_a_step(tmp_path
             stamp = datetime.datetime.fromtimestamp(time.time() + written, datetime.timezone.utc)
             entry["written"] = stamp.isoformat(timespec="seconds")
         (run / "manifest.json").write_text(json.dumps(manifest))
-        return call("gained", **mine).returncode
+        return call("gained", **mine).code
 
-    assert call("gained", **mine).returncode == 1
+    assert call("gained", **mine).code == 1
     assert (gained(-300), gained(0)) == (1, 0)
 
 
-def test_a_config_that_is_half_written_stops_a_new_run_but_not_one_that_has_begun(tmp_path):
-    mine = own(taken(call(*begin_words(tmp_path)).stdout))
+def test_a_config_that_is_half_written_stops_a_new_run_but_not_one_that_has_begun(tmp_path, call):
+    mine = own(call(*begin_words(tmp_path)))
     half = tmp_path / "half.yaml"
     half.write_text("base: config_demo.yaml\nrun:\n  epochs: [1,\n")
     words = ["begin", "--config", half, "--launcher-pid", os.getpid(), "--tasks", 1]
-    assert call(*words).returncode == 43
+    assert call(*words).code == 43
     for unattended in (mine, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}):
         again = call(*words, **unattended)
-        assert again.returncode == 1 and "error: " in again.stderr and "half.yaml" in again.stderr
+        assert again.code == 1 and "error: " in again.err and "half.yaml" in again.err
 
 
-def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path):
-    mine = own(taken(call(*begin_words(tmp_path)).stdout))
-    script = launching.run([sys.executable, ROOT / "OM_train_3modes.py", *arguments(tmp_path)], timeout=60,
-                           env={**os.environ, **mine, "OMP_NUM_THREADS": "1"})
-    assert script.returncode == 43 and script.stderr.startswith("error: ")
+def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path, monkeypatch, capsys, call):
+    import OM_train_3modes as om  # here: most of these tests need no torch
+    mine = own(call(*begin_words(tmp_path)))
+    with monkeypatch.context() as patch:
+        for name, value in mine.items():
+            patch.setenv(name, value)
+        assert om.main(arguments(tmp_path)) == 43 and capsys.readouterr().err.startswith("error: ")
     ended = call("end", 43, **mine)
-    assert "refused" in ended.stderr and "This needs a person" in ended.stderr
-    assert ended.returncode == 43 and ".." not in ended.stderr
+    assert ended.code == 43 and "refused" in ended.err and "This needs a person" in ended.err and ".." not in ended.err
 
 
 def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, capsys):
@@ -496,50 +503,47 @@ def test_a_step_is_kept_if_its_file_is_lost_or_the_config_sets_the_same_samples(
     assert step(1, data__global_batchsize=12)["pairs"] == 3, "another step has samples / ratio"
 
 
-def test_the_launcher_is_told_the_step_and_who_does_it(tmp_path):
-    found = taken(call(*begin_words(tmp_path), "--tasks", 2, "--nodes", 2, "--of", 8).stdout)
+def test_the_launcher_is_told_the_step_and_who_does_it(tmp_path, call):
+    found = call(*begin_words(tmp_path), "--tasks", 2, "--nodes", 2, "--of", 8).told
     assert (found["NODE_COUNT"], found["TASKS_PER_NODE"], found["RANKS"]) == ("2", "2", "4")
     assert json.loads(found["OMNIMORPH_STEP"]) == {"samples": 16, "pairs": 8, "ranks": 8, "ratio": 2.0}
     assert history(tmp_path / "Models/demo_om_net")[0]["ranks"] == 4
 
 
-def test_a_first_launch_with_ranks_that_cannot_share_its_batch_is_refused(tmp_path):
+def test_a_first_launch_with_ranks_that_cannot_share_its_batch_is_refused(tmp_path, call):
     done = call(*begin_words(tmp_path, data__global_batchsize=6), "--tasks", 2)
-    assert done.returncode == 43 and "data.global_batchsize 6 is not a multiple of data.batchsize 2 x 2" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 43 and "data.global_batchsize 6 is not a multiple of data.batchsize 2 x 2" in done.err
     assert not (tmp_path / "Models/demo_om_net/lock.json").exists(), "on another host it would be in the way"
 
 
-def test_a_folder_that_is_removed_while_it_trains_is_told_in_one_sentence(tmp_path):
-    mine = own(taken(call(*begin_words(tmp_path)).stdout))
+def test_a_folder_that_is_removed_while_it_trains_is_told_in_one_sentence(tmp_path, call):
+    mine = own(call(*begin_words(tmp_path)))
     run = Path(mine["OMNIMORPH_RUN"])
     run.rename(tmp_path / "elsewhere")
     for words, subject in ((["end", 1], f"{run}/attempts.jsonl: no longer has attempt 0"),
                            (begin_words(tmp_path), f"{run}/.lock.claim: No such file or directory")):
         done = call(*words, **mine)
-        assert done.returncode == 1 and done.stderr == (
+        assert done.code == 1 and done.err == (
             f"error: {subject}: somebody has moved or removed the run; put it back, or start the same command again.\n")
 
 
-def test_a_launcher_whose_first_begin_died_after_it_locked_the_folder_gets_it(tmp_path):
+def test_a_launcher_whose_first_begin_died_after_it_locked_the_folder_gets_it(tmp_path, call):
     run = tmp_path / "Models/demo_om_net"
     run.mkdir(parents=True)
     token = lock(run, 60, pid=os.getpid())
-    assert taken(call(*begin_words(tmp_path)).stdout)["OMNIMORPH_TOKEN"] == token
+    assert own(call(*begin_words(tmp_path)))["OMNIMORPH_TOKEN"] == token
 
 
-def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_path):
+def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_path, call):
     gone = launching.start([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     words = [gone.pid if word == os.getpid() else word for word in begin_words(tmp_path)]
-    first = taken(call(*words, SLURM_JOB_ID="7").stdout)
+    first = own(call(*words, SLURM_JOB_ID="7"))
     early = call(*begin_words(tmp_path, run__patience_s=0), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
-    assert early.returncode == 43
-    assert f"process {gone.pid} of the former start of this job is still there" in early.stderr
+    assert early.code == 43 and f"process {gone.pid} of the former start of this job is still there" in early.err
     gone.communicate(timeout=20)
-    other = taken(call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="8").stdout)
+    other = own(call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="8"))
     assert other["OMNIMORPH_RUN"] != first["OMNIMORPH_RUN"] and first["OMNIMORPH_ROUND"] == "0"
-    again = call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
-    found = taken(again.stdout)
+    found = own(call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1"))
     assert found["OMNIMORPH_RUN"] == first["OMNIMORPH_RUN"], "--fresh counts for its first start only"
     kept = Path(first["OMNIMORPH_RUN"]) / "launches/0000/config.yaml"
     kept.parent.mkdir(parents=True)
@@ -559,7 +563,7 @@ def test_a_copy_of_a_run_is_not_the_run_of_a_requeued_job(tmp_path, monkeypatch)
     assert attempts.run_of_job(config(tmp_path)) is None
 
 
-def test_a_full_disk_under_the_launcher_is_waited_for_and_then_one_sentence(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_under_the_launcher_is_waited_for_and_then_one_sentence(tmp_path, monkeypatch, call):
     full = [True] * 9  # for so many lines to come
 
     def append(path, line):
@@ -569,33 +573,30 @@ def test_a_full_disk_under_the_launcher_is_waited_for_and_then_one_sentence(tmp_
         append_line(path, line)
 
     monkeypatch.setattr(attempts, "append_line", append)
-    assert attempts.main(list(map(str, begin_words(tmp_path / "full", run__patience_s=0)))) == 43
-    assert re.fullmatch("error: .*attempts.jsonl: No space left on device, and that did not pass: make room, .*\n",
-                        capsys.readouterr().err)
+    done = call(*begin_words(tmp_path / "full", run__patience_s=0))
+    assert done.code == 43 and re.fullmatch(
+        "error: .*attempts.jsonl: No space left on device, and that did not pass: make room, .*\n", done.err)
     full[:] = [True]
-    assert attempts.main(list(map(str, begin_words(tmp_path, run__patience_s=30)))) is None
-    output, said = capsys.readouterr()
-    for name, value in own(taken(output)).items():
-        monkeypatch.setenv(name, value)
+    begun = call(*begin_words(tmp_path, run__patience_s=30))
     full[:] = [True]
-    assert attempts.main(["end", "1"]) == 1
-    assert (said + capsys.readouterr().err).count("No space left on device; tried again for up to 30") == 2
+    ended = call("end", 1, **own(begun))
+    assert ended.code == 1
+    assert (begun.err + ended.err).count("No space left on device; tried again for up to 30") == 2
     run = tmp_path / "Models/demo_om_net"
     assert [line["event"] for line in history(run)] == ["begin", "end"]
     (run / "launches/0000").mkdir(parents=True)
     (run / "launches/0000/config.yaml").write_text(f"run:\n  notify: echo $OMNIMORPH_MESSAGE >> {tmp_path}/told\n")
-    monkeypatch.setenv("OMNIMORPH_PATIENCE_S", "0")
     full[:] = [True]
-    assert attempts.main(["end", "1"]) == 43
+    assert call("end", 1, **{**own(begun), "OMNIMORPH_PATIENCE_S": "0"}).code == 43
     assert "attempts.jsonl: No space left on device, and that did not pass" in (tmp_path / "told").read_text()
 
 
-def test_errors_of_the_command_line_are_sentences(tmp_path):
+def test_errors_of_the_command_line_are_sentences(tmp_path, call):
     bad = call(*begin_words(tmp_path, run__epochs="many"))
-    assert (bad.returncode, bad.stdout) == (43, "") and "error: " in bad.stderr and "run.epochs" in bad.stderr
-    assert "Traceback" not in bad.stderr and not (tmp_path / "Models").exists()
+    assert (bad.code, bad.told) == (43, {}) and bad.err.startswith("error: ") and "run.epochs" in bad.err
+    assert not (tmp_path / "Models").exists()
     none = call(tmp_path / "nowhere")
-    assert none.returncode == 43 and "time of a run went tells python -m Report.run" in none.stderr
+    assert none.code == 43 and "time of a run went tells python -m Report.run" in none.err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
