@@ -99,20 +99,17 @@ def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with
     path, me = run / "lock.json", _identity(pid or os.getpid())
     while True:
         seen = _read(path)
-        is_again = pid is not None and me["began"] is not None and seen is not None and seen["holders"][0] == me
-        is_ours = seen is not None and seen["token"] == token or is_again
-        holder = _living_holder(seen, run) if seen and not is_ours else None
-        if holder:
-            raise (TakenOver if token else InputError)(
-                f"{run} is in use by {_describe(seen, holder)}: let it finish or stop it, or "
-                f"{instead}; if you know that it is dead, remove {path}.")
+        is_again = seen is not None and pid is not None and me["began"] is not None and seen["holders"][0] == me
+        is_ours = is_again or seen is not None and seen["token"] == token
+        if seen and not is_ours and (holder := _living_holder(seen, run)):
+            raise (TakenOver if token else InputError)(_in_use(run, seen, holder, instead))
         with _one_at_a_time(run):
             current = _read(path)
             if current and (seen is None or current["token"] != seen["token"]):
                 continue  # another launch was faster: judge its lock
             if is_ours and current:
                 first = current["holders"][0]
-                content = {**current, "holders": [me] if me == first else [first, me]}
+                content = {**current, "holders": [first, me] if me != first else [me]}
             else:
                 content = {"token": token or secrets.token_hex(8), "since": time.strftime("%Y-%m-%d %H:%M:%S"),
                            "holders": [me], "user": _user(), "job": slurm_job(),
@@ -137,6 +134,12 @@ def _describe(content, holder):
     """A holder of a lock in words: process, host, Slurm job, since when."""
     job = f" (job {content['job']})" if content["job"] else ""
     return f"process {holder['pid']} on {holder['host']}{job} since {content['since']}"
+
+
+def _in_use(run, content, holder, instead):
+    """The sentence for a folder whose lock has a living holder. instead: advice, as for `lock`."""
+    return (f"{run} is in use by {_describe(content, holder)}: let it finish or stop it, or {instead}; if you know "
+            f"that it is dead, remove {run / 'lock.json'}.")
 
 
 def hold(run, token):
@@ -164,10 +167,8 @@ def held_results(folder, instead="name another --out"):
 def require_free(folder, instead="name another --out"):
     """Raise InputError as `lock` does if a living process holds a folder, without taking it."""
     content = _read(folder / "lock.json")
-    holder = content and patiently(lambda: _living_holder(content, folder), 120, folder)
-    if holder:
-        raise InputError(f"{folder} is in use by {_describe(content, holder)}: let it finish or stop it, or {instead}; "
-                         f"if you know that it is dead, remove {folder / 'lock.json'}.")
+    if content and (holder := patiently(lambda: _living_holder(content, folder), 120, folder)):
+        raise InputError(_in_use(folder, content, holder, instead))
 
 
 def assert_held(run):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -21,6 +22,7 @@ from Runtime.run_lock import CLAIM_S, TakenOver, assert_held, lock, run_folder, 
 from tests import launching
 from tests.tiny import ROOT, config
 
+# Takes the lock once the file `go` is there, and lives until its input ends.
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -40,22 +42,14 @@ sys.stdin.read()
 ELSEWHERE = {"host": "elsewhere", "boot": "another", "pid": 1}
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Starts processes that take the lock once the file `go` is there and live until their input ends."""
-    started = []
+def alive():
+    """A process that holds a lock for which `lock` gets its number."""
+    return launching.start(["sleep", "100"])
 
-    def start_one():
-        process = launching.start([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, text=True,
-                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        started.append(process)
-        assert process.stdout.readline() == "ready\n"
-        return process
 
-    yield start_one
-    for process in started:
-        process.kill()
-        process.communicate(timeout=10)
+def end(process):
+    process.kill()
+    process.wait(10)
 
 
 def read(run):
@@ -74,27 +68,24 @@ def age(run, seconds):
     os.utime(run / "lock.json", (moment, moment))
 
 
-def test_a_live_holder_is_named_and_a_killed_one_loses_the_folder(tmp_path, start):
-    (tmp_path / "go").touch()
-    holder = start()
-    assert holder.stdout.readline().startswith("token ")
+def test_a_live_holder_is_named_and_a_killed_one_loses_the_folder(tmp_path):
+    holder = alive()
+    lock(tmp_path, 60, pid=holder.pid)
     age(tmp_path, 10 ** 6)  # on its own machine a process is asked, not the clock
     with pytest.raises(InputError) as refused:
         lock(tmp_path, 60)
     text = str(refused.value)
     assert f"process {holder.pid} on {socket.gethostname()} since {read(tmp_path)['since']}" in text
     assert str(tmp_path) in text and "--fresh" in text
-    holder.kill()
-    holder.wait(10)
+    end(holder)
     touch(tmp_path)
     token = lock(tmp_path, 60)
     assert read(tmp_path)["token"] == token and read(tmp_path)["holders"][0]["pid"] == os.getpid()
 
 
-def test_a_killed_holder_that_nobody_has_waited_for_is_dead(tmp_path, start):
-    (tmp_path / "go").touch()
-    holder = start()
-    assert holder.stdout.readline().startswith("token ")
+def test_a_killed_holder_that_nobody_has_waited_for_is_dead(tmp_path):
+    holder = alive()
+    lock(tmp_path, 60, pid=holder.pid)
     holder.kill()
     until = time.time() + 5
     while ") Z " not in open(f"/proc/{holder.pid}/stat").read():  # without wait() it stays a zombie
@@ -103,16 +94,15 @@ def test_a_killed_holder_that_nobody_has_waited_for_is_dead(tmp_path, start):
     lock(tmp_path, 60)
 
 
-def test_without_proc_too_a_dead_process_of_this_host_loses_the_folder_at_once(tmp_path, start, monkeypatch):
+def test_without_proc_too_a_dead_process_of_this_host_loses_the_folder_at_once(tmp_path, monkeypatch):
     """As on macOS: no more is known of a process than its number and its host."""
     identity, unknown = run_lock._identity, {"machine": "", "boot": "", "namespace": "", "began": None}
     monkeypatch.setattr(run_lock, "_identity", lambda pid: identity(pid) | unknown)
-    holder = start()
+    holder = alive()
     before = lock(tmp_path, 1000, pid=holder.pid)
     with pytest.raises(InputError, match=f"process {holder.pid} on"):
         lock(tmp_path, 1000)
-    holder.kill()
-    holder.wait(10)
+    end(holder)
     rewrite(tmp_path, host="elsewhere")
     with pytest.raises(InputError, match="on elsewhere"):
         lock(tmp_path, 1000)
@@ -120,10 +110,12 @@ def test_without_proc_too_a_dead_process_of_this_host_loses_the_folder_at_once(t
     assert lock(tmp_path, 1000) != before
 
 
-def test_of_six_starts_at_the_same_moment_one_gets_the_folder(tmp_path, start):
+def test_of_six_starts_at_the_same_moment_one_gets_the_folder(tmp_path):
     lock(tmp_path, 60)
     rewrite(tmp_path, pid=2 ** 22 + 1)  # the lock of a dead one is there, which each of them may replace
-    processes = [start() for _ in range(6)]
+    processes = [launching.start([sys.executable, "-c", HOLD, tmp_path], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                                 stdout=subprocess.PIPE) for _ in range(6)]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 6
     (tmp_path / "go").touch()
     said = [process.stdout.readline() for process in processes]
     assert sorted(line.split()[0] for line in said) == ["refused"] * 5 + ["token"]
@@ -133,15 +125,15 @@ def test_of_six_starts_at_the_same_moment_one_gets_the_folder(tmp_path, start):
     assert {path.name for path in tmp_path.iterdir()} == {"go", ".lock", "lock.json"}
 
 
-def test_what_a_death_in_the_middle_of_locking_leaves_is_in_the_way_for_half_a_minute(tmp_path, start):
+def test_what_a_death_in_the_middle_of_locking_leaves_is_in_the_way_for_half_a_minute(tmp_path):
     claim = tmp_path / ".lock.claim"
     claim.touch()
-    (tmp_path / "go").touch()
-    waiting = start()
-    time.sleep(0.5)
-    assert not (tmp_path / "lock.json").exists() and waiting.poll() is None
-    os.utime(claim, (time.time() - CLAIM_S - 1,) * 2)
-    assert waiting.stdout.readline().startswith("token ") and not claim.exists()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lock, tmp_path, 60)
+        time.sleep(0.3)
+        assert not (tmp_path / "lock.json").exists() and waiting.running()
+        os.utime(claim, (time.time() - CLAIM_S - 1,) * 2)
+        assert waiting.result(20) == read(tmp_path)["token"] and not claim.exists()
 
 
 def test_the_half_lock_of_a_process_killed_while_it_wrote_does_not_stay(tmp_path):
@@ -150,9 +142,9 @@ def test_the_half_lock_of_a_process_killed_while_it_wrote_does_not_stay(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_process_number_that_someone_else_has_now_is_dead(tmp_path, start):
+def test_a_process_number_that_someone_else_has_now_is_dead(tmp_path):
     lock(tmp_path, 60)
-    rewrite(tmp_path, pid=start().pid)  # alive, but it began at another time
+    rewrite(tmp_path, pid=alive().pid)  # alive, but it began at another time
     before = read(tmp_path)["token"]
     assert lock(tmp_path, 60) != before
 
@@ -236,6 +228,11 @@ def lock_of_job(run, seconds, holder, **changes):
     age(run, seconds)
 
 
+def refused(said):
+    """Around `lock`: refused with this sentence, or, for None, not at all."""
+    return pytest.raises(InputError, match=said) if said else contextlib.nullcontext()
+
+
 CONTAINER = {"namespace": "pid:[1]", "host": "container", "pid": 2 ** 22 + 1}
 JOB = {"job": "7", "cluster": "here"}
 
@@ -255,12 +252,8 @@ def test_who_is_alive(tmp_path, slurm, state, holder, changes, touched, said):
     """The lock promises to be touched every 100 s, and was `touched` so many seconds ago."""
     slurm(state)
     lock_of_job(tmp_path, touched, holder, **changes)
-    before = read(tmp_path)["token"]
-    if said:
-        with pytest.raises(InputError, match=said.replace("PID", str(os.getpid()))):
-            lock(tmp_path, 100)
-    else:
-        assert lock(tmp_path, 100) != before
+    with refused(said and said.replace("PID", str(os.getpid()))):
+        lock(tmp_path, 100)
 
 
 @pytest.mark.parametrize("state, touched, said", [
@@ -271,7 +264,7 @@ def test_a_job_of_somebody_else_that_slurm_does_not_show_is_judged_by_the_clock(
     slurm(state)
     lock_of_job(tmp_path, touched, ELSEWHERE, **JOB)
     monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "lock.json").stat().st_uid + 1)
-    with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
+    with refused(said):
         lock(tmp_path, 100)
 
 
@@ -294,11 +287,8 @@ def test_in_a_container_without_slurm_the_launcher_tells_which_jobs_live(tmp_pat
     if jobs is not None:
         monkeypatch.setenv("OMNIMORPH_JOBS", jobs)
     lock_of_job(tmp_path, touched, ELSEWHERE, job=job, cluster="")
-    if said:
-        with pytest.raises(InputError, match=said):
-            lock(tmp_path, 100)
-    else:
-        assert lock(tmp_path, 100)
+    with refused(said):
+        lock(tmp_path, 100)
 
 
 def test_a_lock_that_somebody_has_removed_comes_back_with_the_token_of_the_launch(tmp_path):
@@ -353,26 +343,24 @@ def test_whoever_had_the_folder_finds_out_that_another_has_it_now(tmp_path):
     assert not (tmp_path / "lock.json").exists()
 
 
-def test_who_knows_the_token_joins_and_either_keeps_it_alive(tmp_path, start):
-    launcher, other = start(), start()
+def test_who_knows_the_token_joins_and_either_keeps_it_alive(tmp_path):
+    launcher, other = alive(), alive()
     token = lock(tmp_path, 60, pid=launcher.pid)
     assert lock(tmp_path, 60, token=token) == token
     assert [holder["pid"] for holder in read(tmp_path)["holders"]] == [launcher.pid, os.getpid()]
     assert lock(tmp_path, 60, pid=other.pid, token=token) == token  # the next round's rank 0 replaces the last one's
     assert [holder["pid"] for holder in read(tmp_path)["holders"]] == [launcher.pid, other.pid]
-    launcher.kill()
-    launcher.wait(10)
+    end(launcher)
     with pytest.raises(InputError, match="in use"):
         lock(tmp_path, 60)
     with pytest.raises(InputError, match="in use"):
         lock(tmp_path, 60, token="0" * 16)
-    other.kill()
-    other.wait(10)
+    end(other)
     assert lock(tmp_path, 60) != token
 
 
-def test_a_launcher_that_takes_its_lock_again_is_alone_in_it(tmp_path, start):
-    launcher = start()
+def test_a_launcher_that_takes_its_lock_again_is_alone_in_it(tmp_path):
+    launcher = alive()
     token = lock(tmp_path, 60, pid=launcher.pid)
     lock(tmp_path, 60, token=token)
     lock(tmp_path, 60, pid=launcher.pid, token=token)
