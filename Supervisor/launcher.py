@@ -275,15 +275,12 @@ def run_step(words):
                             stdin=subprocess.DEVNULL, start_new_session=True)
     while srun.poll() is None:
         time.sleep(0.5)
-        now = time.monotonic()
-        if not spoken:
-            spoken = has_spoken()
-            if not spoken and ASKED:  # srun may not handle signals yet, and there is nothing to save
-                end_steps()
-                return 42
-            if not spoken and now - began > int(os.environ["START_SECONDS"]):
-                end_steps()
-        if ASKED and spoken and now >= next_word:
+        now, spoken = time.monotonic(), spoken or has_spoken()
+        if not spoken and (ASKED or now - began > int(os.environ["START_SECONDS"])):
+            end_steps()
+        if not spoken and ASKED:  # srun may not handle signals yet, and there is nothing to save
+            return 42
+        if ASKED and now >= next_word:
             srun.send_signal(signal.SIGUSR1)  # srun passes it on; repeated, since a rank may not handle it yet
             next_word = now + 5
     return code_of(srun)
@@ -310,12 +307,11 @@ def run_ranks(words):
                 # Other ranks need seconds to log their exceptions; after a good end they may still be finishing.
                 if until is None:
                     until = now + int(os.environ["LINGER" if code in (0, 42) else "GRACE"])
-            if not spoken:
-                spoken = has_spoken()
-                if not spoken and ASKED:  # there is nothing to save yet
-                    first, until = 42, 0
-                elif not spoken and now - began > int(os.environ["START_SECONDS"]):
-                    until = 0
+            spoken = spoken or has_spoken()
+            if not spoken and ASKED:  # there is nothing to save yet
+                first, until = 42, 0
+            elif not spoken and now - began > int(os.environ["START_SECONDS"]):
+                until = 0
             if ASKED and now >= next_word:
                 for process in ranks.values():
                     process.send_signal(signal.SIGUSR1)
