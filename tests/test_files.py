@@ -1,6 +1,7 @@
 """One atomic write: the old content or the new one, nothing between, whatever ends the writer."""
 import errno
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -122,33 +123,35 @@ def test_a_file_system_that_does_not_answer_is_no_missing_file(tmp_path, monkeyp
         is_there(tmp_path)
 
 
-def test_a_system_that_lacks_some_errors_has_the_others():
+def test_a_system_that_lacks_some_errors_has_the_others(monkeypatch):
     """macOS has no EREMOTEIO, Windows no EHOSTDOWN either."""
-    program = ("import errno; del errno.EREMOTEIO, errno.EHOSTDOWN; from Runtime.files import PASSING\n"
-               "print(errno.EIO in PASSING)")
-    done = launching.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    for name in ("EREMOTEIO", "EHOSTDOWN"):
+        monkeypatch.delattr(errno, name)
+    assert errno.EIO in runpy.run_path(str(ROOT / "Runtime/files.py"))["PASSING"]
 
 
-@pytest.mark.parametrize("closed, words", [("scan.nii.gz", "may not read it; ask its owner to allow it (chmod a+r)."),
-                                           ("", "may not enter its folder or one above it; ask the owner to allow it "
-                                            "(chmod a+x).")])
-def test_a_file_that_may_not_be_read_is_named(closed, words):
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o755)
-        path = Path(folder) / "scan.nii.gz"
-        path.write_bytes(b"scan")
-        Path(folder, closed).chmod(0)
-        code = """if True:
-            import os, sys
-            from Runtime.errors import InputError
-            from Runtime.files import require_file
-            if os.geteuid() == 0:
-                os.setuid(65534)  # root may read everything
+def test_a_file_that_may_not_be_read_is_named():
+    program = """if True:
+        import os, sys
+        from Runtime.errors import InputError
+        from Runtime.files import require_file
+        if os.geteuid() == 0:
+            os.setuid(65534)  # root may read everything
+        for path in sys.argv[1:]:
             try:
-                require_file(sys.argv[1])
+                require_file(path)
             except InputError as error:
                 print(error)
-            """
-        said = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True, text=True)
-    assert said.stdout == f"{path}: this user {words}\n", said.stderr
+        """
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        paths = [Path(folder) / name for name in ("scan.nii.gz", "closed/scan.nii.gz")]
+        for path in paths:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(b"scan")
+        paths[0].chmod(0)
+        paths[1].parent.chmod(0)
+        done = subprocess.run([sys.executable, "-c", program, *paths], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == (
+        f"{paths[0]}: this user may not read it; ask its owner to allow it (chmod a+r).\n"
+        f"{paths[1]}: this user may not enter its folder or one above it; ask the owner to allow it (chmod a+x).\n")

@@ -20,6 +20,7 @@ import pytest
 from OM_train_3modes import parse_arguments
 from Supervisor import launcher
 from Supervisor.attempts import history, read_lines
+from Supervisor.processes import Leave
 from tests import launching
 from tests.faults.common import until
 from tests.tiny import ROOT, arguments, launcher_environment
@@ -276,21 +277,30 @@ def test_the_users_command_is_called_where_a_launch_stops_between_two_rounds(tmp
     assert (tmp_path / "told").read_text() == f"stop, {said}\n" and ended(tmp_path) == ["restart"]
 
 
+def stopped_by(command, monkeypatch, **variables):
+    """Why a command of Supervisor/launcher.py ends the launch with these variables."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Leave) as left:
+        launcher.COMMANDS[command](["log"])
+    assert left.value.code == 43
+    return left.value.why
+
+
 @pytest.mark.parametrize("ranks", ["0", "two"])
-def test_a_wrong_number_of_ranks_is_one_sentence(tmp_path, ranks):
-    assert f"error: RANKS={ranks}: give the number of processes" in run(tmp_path, 43, ranks=ranks)
+def test_a_wrong_number_of_ranks_is_one_sentence(monkeypatch, ranks):
+    assert stopped_by("nodes", monkeypatch, RANKS=ranks).startswith(f"error: RANKS={ranks}: give the number of pro")
 
 
 @pytest.mark.parametrize("seconds", ["1min", "0", "inf"])
-def test_a_wrong_time_limit_of_the_preflight_is_one_sentence(tmp_path, seconds):
-    said = run(tmp_path, 43, PREFLIGHT_SECONDS=seconds)
-    assert f"error: PREFLIGHT_SECONDS={seconds}: give a number of seconds" in said and "Traceback" not in said
+def test_a_wrong_time_limit_of_the_preflight_is_one_sentence(monkeypatch, seconds):
+    why = stopped_by("ranks", monkeypatch, PREFLIGHT_SECONDS=seconds)
+    assert why == f"error: PREFLIGHT_SECONDS={seconds}: give a number of seconds above 0"
 
 
-def test_ranks_of_one_host_in_a_job_of_several_are_refused(tmp_path):
-    said = run(tmp_path, 43, ranks=2, SLURM_JOB_ID=f"many-{os.getpid()}", SLURM_NNODES="2")
-    assert "has 2 nodes: unset RANKS" in said
-    (ROOT / f"Logs/train_multi_many-{os.getpid()}.out").unlink()
+def test_ranks_of_one_host_in_a_job_of_several_are_refused(monkeypatch):
+    why = stopped_by("nodes", monkeypatch, RANKS="2", SLURM_JOB_ID="7", SLURM_NNODES="2")
+    assert why == "error: RANKS=2 starts processes on this host only, and job 7 has 2 nodes: unset RANKS"
 
 
 # What sbatch passes on where it is called in a step of an array's task that has been requeued.
