@@ -166,7 +166,10 @@ def convert(key, value, rule, path):
 
     Numbers may be strings, as TextLoader reads them.
     """
-    kind, limits = rule[0], rule[1:]
+    kind, limits = rule[0].removeprefix("auto or "), rule[1:]
+    takes_auto = kind != rule[0]
+    if takes_auto and value == "auto":
+        return value
     if kind.endswith("+") and isinstance(value, str) and "," in value:
         value = value.split(",")  # as typed without brackets
     if kind == "int or int+":
@@ -176,10 +179,10 @@ def convert(key, value, rule, path):
             raise InputError(f"{path}: {key} must be a list of {'whole ' * (kind == 'int+')}numbers such as [8, 16], "
                              f"not {value!r}.")
         return [convert(key, item, (kind[:-1], *limits), path) for item in value]
-    if kind in ("bool", "auto or bool"):
+    if kind == "bool":
         value = WORDS.get(str(value).lower(), value)
-        if not isinstance(value, bool) and (kind, value) != ("auto or bool", "auto"):
-            raise InputError(f"{path}: {key} must be {'auto, ' * (kind != 'bool')}true or false, not {value!r}.")
+        if not isinstance(value, bool):
+            raise InputError(f"{path}: {key} must be {'auto, ' * takes_auto}true or false, not {value!r}.")
         return value
     if kind == "str":
         if isinstance(value, (dict, list)):
@@ -188,8 +191,6 @@ def convert(key, value, rule, path):
         if limits and value not in limits[0]:
             raise InputError(f"{path}: {key} must be one of {', '.join(limits[0])}, not {value!r}.")
         return value
-    if kind == "auto or float":
-        return "auto" if value == "auto" else convert_number(key, value, "float", *limits, path)
     return convert_number(key, value, kind, *limits, path)
 
 
