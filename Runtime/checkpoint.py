@@ -26,8 +26,17 @@ from Runtime import watchdog
 from Runtime.config import MODEL_KEYS
 from Runtime.device import synchronize
 from Runtime.errors import InputError, is_out_of_memory
-from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file, write_flushed
-from Runtime.manifest import LOST, checkpoint_files, damage, newest_first, read_manifest, standing, wrong_size
+from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_flushed
+from Runtime.manifest import (
+    LOST,
+    checkpoint_files,
+    damage,
+    new_best,
+    newest_first,
+    read_manifest,
+    standing,
+    write_manifest,
+)
 from Runtime.run_lock import assert_held
 
 FORMAT = 1
@@ -73,12 +82,12 @@ def save(run, relative, state, metrics=None, best=None):
         _write_and_read_back(partial, plain)
         entry = {**_entry(partial, plain, metrics), **({"score": best} if best else {})}
         manifest = _manifest(run, _stderr)
-        best = _best(run, manifest, relative, entry)
+        best = new_best(run, manifest, relative, entry)
         # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
-        _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
+        write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
         replace(partial, target)
         manifest["checkpoints"][relative] = entry
-        _write_manifest(run, manifest | {"best": best})
+        write_manifest(run, manifest | {"best": best})
     except (OSError, RuntimeError) as error:
         _raise_write_failure(error, target)
     finally:
@@ -153,7 +162,7 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
         entries[name]["damaged"] = problem
         warn(f"{run / name} is skipped: {problem}")
     if record and json.dumps(manifest) != before:
-        _write_manifest(run, manifest)
+        write_manifest(run, manifest)
     if sound in doubtful:
         warn(f"{run / sound} is used although it is doubtful, because no other checkpoint is intact")
     if sound is None and read_error:
@@ -178,7 +187,7 @@ def step_back(run, reason):
     before = next(sound, None)
     if before:
         entries[doubted]["doubtful"] = reason
-        _write_manifest(run, manifest)
+        write_manifest(run, manifest)
     return before
 
 
@@ -290,7 +299,7 @@ def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
     removed = [name for name in ordered if name not in keep | {intact} and (name in counted or name in older)]
     for name in removed:  # before the manifest is written: on a full disk it needs their space
         (run / name).unlink(missing_ok=True)
-    _write_manifest(run, manifest | {"checkpoints": {key: entries[key] for key in entries if key not in removed}})
+    write_manifest(run, manifest | {"checkpoints": {key: entries[key] for key in entries if key not in removed}})
     return removed
 
 
@@ -445,29 +454,5 @@ def _manifest(run, warn):
                 raise
             warn(f"{run / relative} is skipped: {_reason(error)}")
     if manifest["checkpoints"]:
-        _write_manifest(run, manifest)
+        write_manifest(run, manifest)
     return manifest
-
-
-def _best(run, manifest, relative, entry):
-    """The best once `relative` has this entry: the highest score of the same metric, on the same data, as the last one.
-
-    Scores of weights that are gone do not count: their file is lost, or their epoch was trained again. None if no score
-    is left.
-    """
-    before, best = manifest["checkpoints"], manifest["best"]
-    files = {name: each for name, each in before.items() if not wrong_size(run / name, each)} | {relative: entry}
-    scores = [each["score"] for each in files.values() if "score" in each]
-    # That of an older version stands in no entry. The same weights, saved again, keep theirs.
-    name = best and best["checkpoint"]
-    if name in files and files[name].get("weights_sha256") == before[name].get("weights_sha256"):
-        scores = [best, *scores]
-    last = entry.get("score") or best or {}
-    alike = [score for score in scores if all(score.get(key) == last.get(key) for key in ("metric", "measured_on"))]
-    return max(alike, key=lambda score: score["value"], default=None)
-
-
-def _write_manifest(run, manifest):
-    """Write the manifest atomically. Raises TakenOver if another launch has the folder."""
-    assert_held(run)
-    write_file(run / "manifest.json", json.dumps(manifest, indent=2, allow_nan=False))

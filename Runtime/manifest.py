@@ -1,12 +1,14 @@
 """The list of a run's checkpoints, `<run>/manifest.json`, and which of them count. Needs no torch.
 
 An entry is written once the file has been read back: {"epoch", "step", "sha256", "bytes", "weights_sha256", "written",
-"metrics"}. Two marks may be added: "damaged", the fault that the last read of the file found, and "doubtful", the
-reason why a run went back one checkpoint. `standing` decides what is kept, where a run resumes and how far it is.
+"metrics"}, and "score" if it may be the best. Two marks may be added: "damaged", the fault that the last read of the
+file found, and "doubtful", the reason why a run went back one checkpoint. `standing` decides what is kept, where a run
+resumes and how far it is.
 """
 import json
 
 from Runtime.files import listed, sha256, write_file
+from Runtime.run_lock import assert_held
 
 # What `read_manifest` raises if the manifest is missing or damaged. Any other OSError says nothing about it.
 LOST = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError)
@@ -72,6 +74,24 @@ def checkpoint_files(run):
     return sorted(path.relative_to(run).as_posix() for path in paths)
 
 
+def new_best(run, manifest, relative, entry):
+    """The best once `relative` has this entry: the highest score of the same metric, on the same data, as the last one.
+
+    Scores of weights that are gone do not count: their file is lost, or their epoch was trained again. None if no score
+    is left.
+    """
+    before, best = manifest["checkpoints"], manifest["best"]
+    files = {name: each for name, each in before.items() if not wrong_size(run / name, each)} | {relative: entry}
+    scores = [each["score"] for each in files.values() if "score" in each]
+    # That of an older version stands in no entry. The same weights, saved again, keep theirs.
+    name = best and best["checkpoint"]
+    if name in files and files[name].get("weights_sha256") == before[name].get("weights_sha256"):
+        scores = [best, *scores]
+    last = entry.get("score") or best or {}
+    alike = [score for score in scores if all(score.get(key) == last.get(key) for key in ("metric", "measured_on"))]
+    return max(alike, key=lambda score: score["value"], default=None)
+
+
 def trust_again(run, reason):
     """Remove the marks "doubtful" with this reason. Only for the process that holds the folder's lock."""
     try:
@@ -82,7 +102,13 @@ def trust_again(run, reason):
     for entry in marked:
         del entry["doubtful"]
     if marked:
-        write_file(run / "manifest.json", json.dumps(manifest, indent=2, allow_nan=False))
+        write_manifest(run, manifest)
+
+
+def write_manifest(run, manifest):
+    """Write the manifest atomically. Raises TakenOver if another launch has the folder."""
+    assert_held(run)
+    write_file(run / "manifest.json", json.dumps(manifest, indent=2, allow_nan=False))
 
 
 def wrong_size(path, entry):

@@ -80,6 +80,10 @@ def save_epochs(run, *epochs, **options):
         checkpoint.save(run, name(epoch), make_state(epoch, 10 * epoch, seed=epoch), **options)
 
 
+def manifest(run):
+    return json.loads((run / "manifest.json").read_text())
+
+
 def name(epoch):
     return checkpoint.epoch_name(epoch, "all", "net")
 
@@ -151,7 +155,7 @@ def die_at_each_operation(run):
         said = []
         step = checkpoint.load(run / checkpoint.newest(run, said.append))["step"]
         checkpoint.save(run, name(0), small_state(0, 1) | {"epoch": 0})
-        best = int(json.loads((run / "manifest.json").read_text())["best"]["value"])
+        best = int(manifest(run)["best"]["value"])
         print(last, int(os.WIFSIGNALED(status)), step, best, len(said), flush=True)
 
 
@@ -211,9 +215,9 @@ def test_round_trip_is_bitwise(run):
     torch.optim.Adam(torch.nn.Linear(3, 2).parameters()).load_state_dict(loaded["optimizer"])
     assert loaded["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
     assert (loaded["epoch"], loaded["step"], loaded["config"]) == (1, 10, CONFIG)
-    manifest = json.loads((run / "manifest.json").read_text())
-    assert manifest == {"checkpoints": {name(1): entry},
-                        "best": {"checkpoint": name(1), "metric": "dice", "value": 0.5, "measured_on": "here"}}
+    assert manifest(run) == {
+        "checkpoints": {name(1): entry},
+        "best": {"checkpoint": name(1), "metric": "dice", "value": 0.5, "measured_on": "here"}}
     assert entry["metrics"] == {"dice": 0.5, "hd95": None} and entry["bytes"] == (run / name(1)).stat().st_size
     assert entry["weights_sha256"] == checkpoint.weights_sha256(loaded["model"])
     assert checkpoint.verify(run, name(1)) is None and checkpoint.newest(run) == name(1)
@@ -288,7 +292,7 @@ def test_none_that_verifies_never_starts_over(run):
                                      b' "weights_sha256": ""}}, "best": null}'])
 def test_lost_manifest_is_rebuilt_from_the_files_that_load(run, content):
     save_epochs(run, 1, 2, 3, 4)
-    before = json.loads((run / "manifest.json").read_text())["checkpoints"]
+    before = manifest(run)["checkpoints"]
     checkpoint.save(run, within(2, 3), make_state(2, 23, 3))
     flip_epoch(run, 3)
     (run / name(4)).write_bytes(b"")
@@ -296,14 +300,14 @@ def test_lost_manifest_is_rebuilt_from_the_files_that_load(run, content):
     (run / "manifest.json").unlink() if content is None else (run / "manifest.json").write_bytes(content)
     said = []
     assert checkpoint.newest(run, said.append) == within(2, 3)
-    after = json.loads((run / "manifest.json").read_text())["checkpoints"]
+    after = manifest(run)["checkpoints"]
     assert sorted(after) == [name(1), name(2), within(2, 3)]
     assert after[name(2)] == before[name(2)]
     assert all(any(str(run / skipped) in line for line in said) for skipped in (name(3), name(4), "other.pth"))
     assert "CRC" in " ".join(said) and "manifest.json" in said[0]
     (run / "manifest.json").unlink()
     save_epochs(run, 5)
-    assert {*after, name(5)} == set(json.loads((run / "manifest.json").read_text())["checkpoints"])
+    assert {*after, name(5)} == set(manifest(run)["checkpoints"])
 
 
 def test_a_disk_that_fails_once_loses_no_checkpoint_from_a_rebuilt_manifest(run, monkeypatch):
@@ -319,7 +323,7 @@ def test_a_disk_that_fails_once_loses_no_checkpoint_from_a_rebuilt_manifest(run,
 
     monkeypatch.setattr(checkpoint.zipfile, "ZipFile", opened)
     assert checkpoint.newest(run, patience_s=20) == name(2) and not faults
-    assert set(json.loads((run / "manifest.json").read_text())["checkpoints"]) == {name(1), name(2)}
+    assert set(manifest(run)["checkpoints"]) == {name(1), name(2)}
 
 
 @pytest.mark.parametrize("fault, expected", [
@@ -335,7 +339,7 @@ def test_failed_write_leaves_the_previous_checkpoint(run, fault, expected):
 
 
 def test_save_in_the_background_holds_the_values_of_the_call(run):
-    state, manifest, metrics = make_state(), {}, {"dice": 0.0}
+    state, entries, metrics = make_state(), {}, {"dice": 0.0}
     momentum = state["optimizer"]["state"][0]["exp_avg_sq"]
     for epoch in (1, 2, 3):
         state.update(epoch=epoch, step=10 * epoch)
@@ -347,16 +351,16 @@ def test_save_in_the_background_holds_the_values_of_the_call(run):
         for tensor in (state["model"]["b.weight"], state["model"]["channels_last"], momentum):
             tensor.fill_(-1)
         metrics["dice"] = state["sums"]["ang"] = -1.0
-        manifest[name(epoch)] = future.result(timeout=60)
-    assert json.loads((run / "manifest.json").read_text()) == {
-        "checkpoints": manifest,
+        entries[name(epoch)] = future.result(timeout=60)
+    assert manifest(run) == {
+        "checkpoints": entries,
         "best": {"checkpoint": name(3), "metric": "dice", "value": 0.3, "measured_on": "here"}}
     for epoch in (1, 2, 3):
         loaded = checkpoint.load(run / name(epoch))
         saved = [loaded["model"]["b.weight"], loaded["model"]["channels_last"],
                  loaded["optimizer"]["state"][0]["exp_avg_sq"]]
         assert all(torch.equal(tensor, torch.full_like(tensor, epoch)) for tensor in saved)
-        assert loaded["sums"]["ang"] == manifest[name(epoch)]["metrics"]["dice"] == epoch / 10
+        assert loaded["sums"]["ang"] == entries[name(epoch)]["metrics"]["dice"] == epoch / 10
         assert checkpoint.verify(run, name(epoch)) is None
     last = checkpoint.save_in_background(run, name(4), make_state(4, 40), keep=(2, 0, 0))
     assert last.result(timeout=60)["epoch"] == 4
@@ -509,31 +513,45 @@ def test_written_on_an_accelerator_reads_on_the_cpu(run):
     assert entry["weights_sha256"] == checkpoint.weights_sha256(moved) == checkpoint.weights_sha256(state["model"])
 
 
+def best(run):
+    found = manifest(run)["best"]
+    return found["checkpoint"], found["value"]
+
+
 def test_the_best_is_the_highest_of_its_metric_and_a_new_metric_or_other_volumes_start_over(run):
     found = []
-    for epoch, best in enumerate([("dice", 0.5, "x"), ("dice", 0.7, "x"), ("dice", 0.6, "x"), None,
-                                  ("imgsim", 0.1, "x"), ("imgsim", 0.05, "y"), ("imgsim", 0.02, "y")], 1):
-        save_epochs(run, epoch, best=best)
-        found.append(json.loads((run / "manifest.json").read_text())["best"])
-    assert [entry["checkpoint"] for entry in found] == [name(number) for number in (1, 2, 2, 2, 5, 6, 6)]
-    assert [entry["value"] for entry in found] == [0.5, 0.7, 0.7, 0.7, 0.1, 0.05, 0.05]
+    for epoch, score in enumerate([("dice", 0.5, "x"), ("dice", 0.7, "x"), ("dice", 0.6, "x"), None,
+                                   ("imgsim", 0.1, "x"), ("imgsim", 0.05, "y"), ("imgsim", 0.02, "y")], 1):
+        save_epochs(run, epoch, best=score)
+        found.append(best(run))
+    assert found == [(name(1), 0.5), *[(name(2), 0.7)] * 3, (name(5), 0.1), *[(name(6), 0.05)] * 2]
 
 
 def test_the_best_of_weights_that_are_gone_counts_no_more(run):
     """An epoch that is trained again after its file was lost, or with a lower learning rate, may be worse."""
+    def again(weights, score):
+        checkpoint.save(run, name(2), small_state(weights, 50) | {"epoch": 2}, best=("dice", score, "x"))
+        return best(run)
+
     for epoch, score in ((1, 0.5), (2, 0.8)):
         save_epochs(run, epoch, best=("dice", score, "x"))
-    checkpoint.save(run, name(2), small_state(7, 50) | {"epoch": 2}, best=("dice", 0.6, "x"))
-    best = json.loads((run / "manifest.json").read_text())["best"]
-    assert (best["checkpoint"], best["value"]) == (name(2), 0.6)
-    checkpoint.save(run, name(2), small_state(8, 50) | {"epoch": 2}, best=("dice", 0.4, "x"))
-    assert json.loads((run / "manifest.json").read_text())["best"]["checkpoint"] == name(1), "the best that stands"
-    checkpoint.save(run, name(2), small_state(7, 50) | {"epoch": 2}, best=("dice", 0.6, "x"))
-    checkpoint.save(run, name(2), small_state(7, 50) | {"epoch": 2}, best=("dice", 0.1, "x"))
-    assert json.loads((run / "manifest.json").read_text())["best"] == best, "the same weights keep their score"
+    assert again(7, 0.6) == (name(2), 0.6)
+    assert again(8, 0.4) == (name(1), 0.5), "the best that stands"
+    assert again(7, 0.6) == again(7, 0.1) == (name(2), 0.6), "the same weights keep their score"
     (run / name(2)).unlink()
     save_epochs(run, 3, best=("dice", 0.55, "x"))
-    assert json.loads((run / "manifest.json").read_text())["best"]["checkpoint"] == name(3)
+    assert best(run) == (name(3), 0.55)
+
+
+def test_the_best_of_an_older_manifest_was_measured_on_other_pairs(run):
+    save_epochs(run, 1, best=("dice", 0.5, "x"))
+    older = manifest(run)
+    del older["best"]["measured_on"], older["checkpoints"][name(1)]["score"]
+    (run / "manifest.json").write_text(json.dumps(older))
+    save_epochs(run, 2)
+    assert manifest(run)["best"] == older["best"], "it stays until something else is measured"
+    save_epochs(run, 3, best=("dice", 0.4, "x"))
+    assert best(run) == (name(3), 0.4)
 
 
 def read_without_memory(run):
@@ -552,18 +570,6 @@ def test_a_machine_without_memory_is_no_damaged_file(run):
     assert ended(*child(read_without_memory, run)) == "RuntimeError True\n"
 
 
-def test_the_best_of_an_older_manifest_was_measured_on_other_pairs(run):
-    save_epochs(run, 1, best=("dice", 0.5, "x"))
-    path = run / "manifest.json"
-    older = json.loads(path.read_text())
-    del older["best"]["measured_on"], older["checkpoints"][name(1)]["score"]
-    path.write_text(json.dumps(older))
-    save_epochs(run, 2)
-    assert json.loads(path.read_text())["best"] == older["best"], "it stays until something else is measured"
-    save_epochs(run, 3, best=("dice", 0.4, "x"))
-    assert json.loads(path.read_text())["best"]["checkpoint"] == name(3)
-
-
 def test_prune_keeps_what_it_must(run):
     save_epochs(run, 1, 2)
     save_epochs(run, 3, best=("dice", 0.8, "here"))
@@ -575,7 +581,7 @@ def test_prune_keeps_what_it_must(run):
     assert sorted(removed) == sorted([name(1), name(2), name(5), *steps[:2]])
     left = sorted(path.relative_to(run).as_posix() for path in run.rglob("*.pth"))
     assert left == [name(3), name(4), name(6), name(7), steps[2]]
-    assert sorted(json.loads((run / "manifest.json").read_text())["checkpoints"]) == left
+    assert sorted(manifest(run)["checkpoints"]) == left
     assert checkpoint.prune(run, keep_last=2, keep_every=4, keep_tmp=1) == []
     assert checkpoint.prune(run, keep_last=0, keep_every=0, keep_tmp=0) == [steps[2], name(7), name(6), name(4)]
 
@@ -597,8 +603,7 @@ def test_prune_does_not_read_a_trusted_one_again(run):
 
 
 def marks(run, kind="doubtful"):
-    entries = json.loads((run / "manifest.json").read_text())["checkpoints"]
-    return {relative: entry[kind] for relative, entry in entries.items() if kind in entry}
+    return {relative: entry[kind] for relative, entry in manifest(run)["checkpoints"].items() if kind in entry}
 
 
 def test_step_back_goes_one_checkpoint_back_each_time_and_writing_again_clears_the_mark(run):
@@ -677,7 +682,7 @@ def test_after_a_fallback_new_checkpoints_of_lower_steps_stay(run, how):
     assert left == {30, 40} | ({80, 90} if how != "missing" else set()), "what is newer may be looked at, or restored"
     checkpoint.save_in_background(run, within(1, 100), make_state(1, 100, 100), keep=(3, 0, 2)).result(timeout=60)
     assert {int(path.name[11:15]) for path in run.glob("tmp/*.pth")} == {40, 100}
-    assert sorted(json.loads((run / "manifest.json").read_text())["checkpoints"]) == [within(1, 40), within(1, 100)]
+    assert sorted(manifest(run)["checkpoints"]) == [within(1, 40), within(1, 100)]
 
 
 def test_damage_is_written_down_by_the_one_who_has_the_lock_and_forgotten_once_the_file_is_back(run):
@@ -698,9 +703,9 @@ def unreadable(run, epoch):
     """A file that the kernel answers EIO for, as a failing disk does: the unmapped start of a process's memory."""
     (run / name(epoch)).unlink()
     (run / name(epoch)).symlink_to("/proc/self/mem")
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest["checkpoints"][name(epoch)]["bytes"] = 0
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    found = manifest(run)
+    found["checkpoints"][name(epoch)]["bytes"] = 0
+    (run / "manifest.json").write_text(json.dumps(found))
 
 
 def test_a_file_that_cannot_be_read_now_is_asked_for_again_and_is_no_reason_to_start_over(run, capsys):
