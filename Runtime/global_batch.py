@@ -4,7 +4,9 @@
 samples to pairs)}. With fewer ranks, each rank accumulates more batches. A step then has the same samples and, on CPUs,
 where sums are exact, the same bits.
 """
+import contextlib
 import dataclasses
+import itertools
 import json
 
 from Runtime.errors import InputError
@@ -116,18 +118,12 @@ def usable(cfg, step, nodes, tasks):
     and the others would wait.
     Returns: (nodes, tasks). Raises InputError if not even one rank can do it.
     """
-    fits = [(used_nodes * used_tasks, used_tasks, used_nodes) for used_nodes in range(1, nodes + 1)
-            for used_tasks in range(1, tasks + 1) if can_share(cfg, step, used_nodes * used_tasks)]
+    fits = []
+    for used_nodes, used_tasks in itertools.product(range(1, nodes + 1), range(1, tasks + 1)):
+        with contextlib.suppress(InputError):
+            split_step(cfg, used_nodes * used_tasks, step)
+            fits.append((used_nodes * used_tasks, used_tasks, used_nodes))
     if not fits:
         split_step(cfg, 1, step)  # raises the InputError
     _, used_tasks, used_nodes = max(fits)
     return used_nodes, used_tasks
-
-
-def can_share(cfg, step, world_size):
-    """Whether world_size ranks can divide a step evenly."""
-    try:
-        split_step(cfg, world_size, step)
-    except InputError:
-        return False
-    return True

@@ -20,7 +20,7 @@ from Dataloader.sampler import (
     with_labelled,
 )
 from Runtime.errors import InputError
-from Runtime.global_batch import can_share, new_step, split_step, usable
+from Runtime.global_batch import new_step, split_step, usable
 from Runtime.launch import Ranks
 from Runtime.progress import Progress
 from tests.tiny import config
@@ -121,7 +121,8 @@ def test_fewer_ranks_do_the_steps_of_the_first_launch(before, then, ratio):
 def test_as_many_ranks_as_can_share_a_step_evenly(first, nodes, tasks, expected):
     cfg = config(data__batchsize=2)
     step = new_step(cfg, first)
-    assert usable(cfg, step, nodes, tasks) == expected and can_share(cfg, step, expected[0] * expected[1])
+    assert usable(cfg, step, nodes, tasks) == expected
+    split_step(cfg, expected[0] * expected[1], step)
 
 
 def test_a_step_that_nobody_can_share_names_its_numbers():
