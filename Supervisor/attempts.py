@@ -146,13 +146,10 @@ def notify_end(run, line):
                    "OMNIMORPH_MESSAGE": line["sentence"]}
     try:
         # Its output goes to the log: standard output belongs to our caller.
-        done = subprocess.run(command, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=2,
-                              timeout=COMMAND_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"run.notify: {command}: {error}", file=sys.stderr, flush=True)
-        return
-    if done.returncode:
-        print(f"run.notify: {command} ended with exit code {done.returncode}", file=sys.stderr, flush=True)
+        subprocess.run(command, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=2, timeout=COMMAND_S,
+                       check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"run.notify: {error}", file=sys.stderr, flush=True)
 
 
 def judged(run, attempt, code, patience_s):

@@ -184,4 +184,4 @@ def test_a_command_that_fails_or_hangs_is_named_and_nothing_else(tmp_path, capfd
         attempts.notify_end(run, {"decision": "stop", "sentence": "x"})
         attempts.notify_end(run, {"decision": "continue", "sentence": "x"})
     said = capfd.readouterr().err.splitlines()
-    assert said[0] == "run.notify: exit 7 ended with exit code 7" and "timed out" in said[1] and len(said) == 2
+    assert said[0].startswith("run.notify: Command 'exit 7' returned") and "timed out" in said[1] and len(said) == 2
