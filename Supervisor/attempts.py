@@ -180,12 +180,8 @@ def decide(lines, verdict, patience_s=0.0):
     last = lines[-1]
     if verdict["cause"] == "done":
         return "done", "The training is complete."
-    ends = [line for line in lines if line["event"] == "end" and line["loop"] == last["loop"]]
-    jobs = {line["attempt"]: line.get("job") for line in lines if line["event"] == "begin"}
-    own = [line for line in lines if line["event"] == "end"
-           and (line["loop"] == last["loop"] or was_requeued() and jobs.get(line["attempt"]) == slurm_job())]
-    has_trained = any(line["signature"][2] not in STARTING for line in own)
-    if is_refusal(last) and has_trained:  # someone is editing, or a node has lost something
+    ends = ends_of(lines, last["loop"])
+    if is_refusal(last) and has_trained(lines):  # someone is editing, or a node has lost something
         row = list(itertools.takewhile(is_refusal, reversed(ends)))
         if len(row) >= SAME_DEATHS and last["time"] - row[-1]["time"] >= patience_s:
             return "stop", f"Stopped: nothing has begun for {patience_s:.0f} s. This needs a person."
@@ -219,6 +215,18 @@ def decide(lines, verdict, patience_s=0.0):
                         if last["durable"] else "Starts anew: no checkpoint has been written that verifies.")
 
 
+def ends_of(lines, loop):
+    """The ends of the attempts of one loop, oldest first. lines: of attempts.jsonl. loop: the lock's token."""
+    return [line for line in lines if line["event"] == "end" and line["loop"] == loop]
+
+
+def has_trained(lines):
+    """Whether an attempt has come to train, in the loop of the last line or before Slurm requeued this job."""
+    jobs = {line["attempt"]: line.get("job") for line in lines if line["event"] == "begin"}
+    return any(line["signature"][2] not in STARTING for line in lines if line["event"] == "end" and (
+        line["loop"] == lines[-1]["loop"] or was_requeued() and jobs.get(line["attempt"]) == slurm_job()))
+
+
 def was_requeued():
     """Whether Slurm has started this job again, with no person waiting for it."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
@@ -229,8 +237,8 @@ def went_back(lines, last):
 
     lines: of attempts.jsonl. last: an end. Returns: None if the run did not go back, or has saved a step since.
     """
-    backs = [line for line in lines if line["event"] == "end" and line["loop"] == last["loop"]
-             and line.get("decision") == "step back" and line.get("before") is not None]
+    backs = [line for line in ends_of(lines, last["loop"])
+             if line.get("decision") == "step back" and line.get("before") is not None]
     return backs[-1] if backs and last["durable"] <= backs[-1]["before"] else None
 
 
@@ -245,8 +253,8 @@ def is_suspect(lines, verdict):
 
     lines: of attempts.jsonl, with the end that `verdict` judges.
     """
-    hosts = [line.get("host") for line in lines if line["event"] == "end" and line["loop"] == lines[-1]["loop"]
-             and line["cause"] not in ("done", "planned restart")]
+    hosts = [line.get("host") for line in ends_of(lines, lines[-1]["loop"])
+             if line["cause"] not in ("done", "planned restart")]
     return verdict["cause"] in SILENT or verdict["host"] != "" and hosts.count(verdict["host"]) > 1
 
 
@@ -286,8 +294,7 @@ def launcher_begin(argv):
     run, token, requeued = take_folder(cfg, args.fresh, args.launcher_pid)
     try:
         step, nodes, tasks = patiently(lambda: share_out(run, cfg, args.nodes, args.tasks, args.of), patience, run)
-        lines = patiently(lambda: history(run), patience, run)
-        ends = [line for line in lines if line["event"] == "end" and line["loop"] == token]
+        ends = ends_of(patiently(lambda: history(run), patience, run), token)
         step_back = pending_step_back(run, ends)
         attempt = patiently(lambda: begin(run, token, nodes * tasks), patience, run)
     except BaseException:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import launching
-from tests.tiny import ROOT, arguments, launcher_environment, make_data
+from tests.tiny import ROOT, arguments, launcher_environment, make_data, stand_in
 
 SITES = sorted(path.stem for path in (ROOT / "Config/cluster").glob("*.env"))
 BEFORE = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_NET_DISABLE": "1",
@@ -78,10 +78,8 @@ def test_kernels_are_kept_where_nobody_else_can_put_his_own(site):
 def test_options_of_the_site_reach_the_scripts_too(tmp_path):
     """A stand-in for Python writes down its words; the leak test is the one script that trains without the launcher.
     As it makes no run, there is none to report, whatever an earlier test has left."""
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/bash\necho \"$@\" >> {tmp_path}/words\n[[ $1 == -c ]] && echo 1\nexit 0\n")
-    python.chmod(0o755)
-    environment = launcher_environment(1, CLUSTER="lumi", PYTHON=str(python), STRATB=str(tmp_path / "out"))
+    python = stand_in(tmp_path / "python", f'echo "$@" >> {tmp_path}/words; [[ $1 == -c ]] && echo 1; exit 0')
+    environment = launcher_environment(1, CLUSTER="lumi", PYTHON=python, STRATB=str(tmp_path / "out"))
     (tmp_path / "out/Models/run").mkdir(parents=True)
     done = launching.run(["bash", str(ROOT / "Scripts/bash_train_stratB.sh"), "--set", "run.deadline_first_s=9"],
                          env=environment, timeout=60)
@@ -111,13 +109,12 @@ exit 0
                          ids=lambda script: script.name)
 def test_no_script_works_in_another_clone_because_of_a_users_cdpath(tmp_path, script):
     """Nor does PYTHONSAFEPATH hide the modules from it. A stand-in for Python says where it is and what it is given."""
-    python, clones = tmp_path / "python", tmp_path / "clones"
-    python.write_text(f"#!/bin/bash\necho \"$PWD: $* ${{PYTHONSAFEPATH-}}\" >> {tmp_path}/told\n"
-                      "[[ $* == *safetensors ]] || exit 43\n")
-    python.chmod(0o755)
+    python = stand_in(tmp_path / "python", f"""echo "$PWD: $* ${{PYTHONSAFEPATH-}}" >> {tmp_path}/told
+        [[ $* == *safetensors ]] || exit 43""")
+    clones = tmp_path / "clones"
     (clones / ROOT.name / "Scripts").mkdir(parents=True)
     words = {"bash_infer.sh": ["prepare"], "bash_train_universal.sh": ["--folder", tmp_path]}.get(script.name, [])
-    environment = launcher_environment(1, PYTHON=str(python), STRATB=str(tmp_path), SMOKE_LOGS=str(tmp_path),
+    environment = launcher_environment(1, PYTHON=python, STRATB=str(tmp_path), SMOKE_LOGS=str(tmp_path),
                                        CDPATH=str(clones), PYTHONSAFEPATH="hidden")
     done = launching.run(["bash", script.relative_to(ROOT.parent), *words], cwd=ROOT.parent, env=environment)
     told = (tmp_path / "told").read_text()
@@ -199,13 +196,11 @@ def test_the_launcher_prints_the_settings_and_the_run_keeps_them(tmp_path):
 @pytest.mark.parametrize("hard", [3000, None])
 def test_the_launcher_raises_the_number_of_open_files(tmp_path, hard):
     """A stand-in for Python says what it is given, and that it refuses the rest."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/bash\n[[ $1 == -c ]] && exit  # whether it has what is needed\n"
-                      "echo \"open files: $(ulimit -n), core files: $(ulimit -c)\"\nexit 43\n")
-    python.chmod(0o755)
+    python = stand_in(tmp_path / "python", """[[ $1 == -c ]] && exit  # whether it has what is needed
+        echo "open files: $(ulimit -n), core files: $(ulimit -c)"; exit 43""")
     hard = hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     words = ["bash", "-c", f'ulimit -Sn 500; ulimit -Hn {hard}; exec bash "$0"', ROOT / "bash_train_multi_nodes.sh"]
-    done = launching.run(words, env=launcher_environment(1, PYTHON=str(python)), timeout=60)
+    done = launching.run(words, env=launcher_environment(1, PYTHON=python), timeout=60)
     assert f"open files: {min(hard, 65536)}, core files: 0" in done.stdout and done.returncode == 43, done.stdout
 
 

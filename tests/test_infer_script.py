@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests import launching
-from tests.tiny import ROOT
+from tests.tiny import ROOT, stand_in
 
 SCRIPT = ROOT / "Scripts/bash_infer.sh"
 
@@ -17,29 +17,22 @@ def call(*words, script=SCRIPT, folder=ROOT, **variables):
                          timeout=120, env={**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables})
 
 
-def python_that(path, does):
-    """An interpreter of our own: a shell script."""
-    path.write_text(f"#!/usr/bin/env bash\n{does}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 @pytest.mark.parametrize("task", ["prepare", "register", "augment", "evaluate"])
 def test_each_task_reaches_its_program(task, tmp_path):
-    done = call(task, "--help", PYTHON=python_that(tmp_path / "python", 'echo "$@"'))
+    done = call(task, "--help", PYTHON=stand_in(tmp_path / "python", 'echo "$@"'))
     assert done.returncode == 0 and done.stdout == f"{ROOT}/OM_{task}.py --help\n", done.stderr
     assert (ROOT / f"OM_{task}.py").is_file()
 
 
 def test_paths_are_those_of_where_the_command_was_typed(tmp_path):
-    python = python_that(tmp_path / "python", 'echo "$PWD: ${@:2}"')
+    python = stand_in(tmp_path / "python", 'echo "$PWD: ${@:2}"')
     done = call("evaluate", "--fixed-label", "F.nii.gz", "--out", "scores", folder=tmp_path, PYTHON=python)
     assert done.returncode == 0 and done.stdout == f"{tmp_path}: --fixed-label F.nii.gz --out scores\n", done.stderr
     assert "evaluate on" in done.stderr
 
 
 def test_the_jobs_of_an_array_register_their_parts(tmp_path):
-    python = python_that(tmp_path / "python", 'echo "$@"')
+    python = stand_in(tmp_path / "python", 'echo "$@"')
     words = ["register", "--pairs", "pairs.csv", "--out", "out"]
     numbers = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "20",
                "SLURM_ARRAY_TASK_COUNT": "20"}
@@ -48,7 +41,7 @@ def test_the_jobs_of_an_array_register_their_parts(tmp_path):
     done = call(*words, PYTHON=python, **{**numbers, "SLURM_ARRAY_TASK_MIN": "0"})
     assert done.returncode == 43 and "--array=1-N" in done.stderr
     # The one that joins them may be submitted from one of them, and inherits its variables.
-    python_that(tmp_path / "scontrol", 'echo "JobId=902 JobName=join Restarts=0 BatchFlag=1"')
+    stand_in(tmp_path / "scontrol", 'echo "JobId=902 JobName=join Restarts=0 BatchFlag=1"')
     join = {**numbers, "SLURM_ARRAY_JOB_ID": "100", "SLURM_JOB_ID": "902", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     assert call(*words, PYTHON=python, **join).stdout.strip().endswith("--out out")
 
@@ -69,7 +62,7 @@ def test_an_unknown_task_is_one_sentence(words, sentence):
 
 
 def test_settings_of_the_site_limits_and_exit_code(tmp_path):
-    python = python_that(tmp_path / "python", 'env; echo "core=$(ulimit -c)"; echo "$@"; exit 7')
+    python = stand_in(tmp_path / "python", 'env; echo "core=$(ulimit -c)"; echo "$@"; exit 7')
     done = call("augment", "--out", "two words", PYTHON=python, CLUSTER="gilbreth", RANK="3")
     lines = done.stdout.splitlines()
     assert done.returncode == 7 and lines[-1] == f"{ROOT}/OM_augment.py --out two words"
@@ -89,14 +82,14 @@ def test_settings_of_the_site_limits_and_exit_code(tmp_path):
     ("evaluate --pairs P", "SLURM_JOB_GPUS=0", "--pairs P", True),
     ("prepare --config C", "SLURM_GPUS_ON_NODE=1", "--config C", True)])
 def test_no_job_holds_a_device_that_it_does_not_use(tmp_path, words, given, passed, said):
-    python = python_that(tmp_path / "python", 'echo "${@:2}"')
+    python = stand_in(tmp_path / "python", 'echo "${@:2}"')
     done = call(*words.split(), PYTHON=python, **dict([given.split("=")]))
     assert done.stdout.strip() == passed
     assert ("has no use for the device that this job holds: submit it with --gres=none" in done.stderr) == said
 
 
 def test_the_copy_in_slurms_spool_folder(tmp_path):
-    copy, python = shutil.copy(SCRIPT, tmp_path / "slurm_script"), python_that(tmp_path / "python", 'echo "$@"')
+    copy, python = shutil.copy(SCRIPT, tmp_path / "slurm_script"), stand_in(tmp_path / "python", 'echo "$@"')
     done = call("evaluate", "--help", script=copy, folder=tmp_path, PYTHON=python, SLURM_SUBMIT_DIR=str(ROOT),
                 SLURM_JOB_ID="17", SLURM_CLUSTER_NAME="lumi")
     assert done.returncode == 0 and done.stdout == f"{ROOT}/OM_evaluate.py --help\n"

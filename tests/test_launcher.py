@@ -23,11 +23,11 @@ from Supervisor.attempts import history, read_lines
 from Supervisor.processes import Leave
 from tests import launching
 from tests.faults.common import until
-from tests.tiny import ROOT, arguments, launcher_environment
+from tests.tiny import ROOT, arguments, launcher_environment, stand_in
 
 LAUNCHER = ROOT / "bash_train_multi_nodes.sh"
 # In place of Python: what a rank does, and what stands before a call of Supervisor.attempts.
-STAND_IN = """#!/bin/bash
+STAND_IN = """
 log=$OMNIMORPH_RUN/rank$RANK.jsonl
 speak() {{
     local place="\\"attempt\\": $OMNIMORPH_ATTEMPT, \\"rank\\": $RANK, \\"step\\": 0"
@@ -50,11 +50,10 @@ DONE = HERE + """speak '"event": "end"'; exit 0"""
 @contextlib.contextmanager
 def launched(folder, rank=STAYS, call="", ranks=1, more=(), cwd=ROOT, script=LAUNCHER, stdout=None, **variables):
     """The launcher at work in `folder` with stand-ins for the ranks. Its output is in log.txt."""
-    python = folder / "python"
-    python.write_text(STAND_IN.format(rank=rank, call=call, python=shlex.quote(sys.executable)))
-    python.chmod(0o755)
+    does = STAND_IN.format(rank=rank, call=call, python=shlex.quote(sys.executable))
+    python = stand_in(folder / "python", does)
     words = arguments(folder, *more, run__pause_crash_s=0.2, run__pause_planned_s=0.2, run__grace_s=1)
-    environment = launcher_environment(ranks, PYTHON=str(python), FOLDER=str(folder), **variables)
+    environment = launcher_environment(ranks, PYTHON=python, FOLDER=str(folder), **variables)
     with open(stdout or folder / "log.txt", "w") as log:
         with launching.running(["bash", script, *words], cwd=cwd, env=environment, stdout=log, stderr=log) as process:
             yield process
@@ -317,8 +316,7 @@ def path_with_slurm(folder, job, step=""):
     scontrol = f"""case "$2 ${{*: -1}}" in job*) said="{job}" ;; *.0) said="{step}" ;; *) said="" ;; esac
         if [[ $said ]]; then echo "$said"; else echo "slurm_load_jobs error: Invalid job id specified"; exit 1; fi"""
     for name, body in (("scontrol", scontrol), ("srun", "exit 1"), ("squeue", "")):
-        (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / "bin" / name).chmod(0o755)
+        stand_in(folder / "bin" / name, body)
     return f"{folder / 'bin'}:{os.environ['PATH']}"
 
 
@@ -402,8 +400,7 @@ def test_a_name_that_is_not_ascii_passes_an_old_python_in_the_locale_c():
 def test_an_srun_whose_step_does_not_begin_ends_with_its_round(tmp_path, monkeypatch):
     """It would start the ranks of this round beside those of the next one."""
     for name, body in (("srun", "read -t 60 <> <(:)"), ("squeue", "")):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+        stand_in(tmp_path / name, body)
     settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STEP_NAME": f"omnimorph-{os.getpid()}",
                 "SLURM_JOB_ID": "7", "UNDER_SLURM": "1", "OMNIMORPH_RUN": str(tmp_path), "START_SECONDS": "1",
                 "LINGER": "9", "NODES": "a", "NODE_COUNT": "1", "RANKS": "1", "TASKS_PER_NODE": "1"}

@@ -20,7 +20,7 @@ from Runtime.errors import InputError
 from Runtime.files import is_passing, patiently
 from Runtime.run_lock import CLAIM_S, TakenOver, assert_held, lock, run_folder, touch, unlock
 from tests import launching
-from tests.tiny import ROOT, config
+from tests.tiny import ROOT, config, stand_in
 
 # Takes the lock once the file `go` is there, and lives until its input ends.
 HOLD = """
@@ -211,11 +211,8 @@ def slurm(tmp_path_factory, monkeypatch):
 
     def say(state):
         out, err, code = SQUEUE[state]
-        said = f"[ -n \"$SQUEUE_USERS\" ] || echo '{out}'\necho '{err}' >&2"
-        (folder / "squeue").write_text(f"#!/bin/sh\n{said}\nexit {code}\n")
-        (folder / "squeue").chmod(0o755)
-        (folder / "scontrol").write_text("#!/bin/sh\necho 'ClusterName             = here'\n")
-        (folder / "scontrol").chmod(0o755)
+        stand_in(folder / "squeue", f"[ -n \"$SQUEUE_USERS\" ] || echo '{out}'\necho '{err}' >&2\nexit {code}")
+        stand_in(folder / "scontrol", "echo 'ClusterName             = here'")
 
     return say
 

@@ -346,29 +346,33 @@ def test_phases_of_a_process_without_a_log_do_nothing():
 
 # A rank that has the folder's lock, is stopped in its first step, and goes through phases and events for ever.
 HOLDER = """
-import os, signal
-from Runtime.run_lock import lock
+from Runtime.run_lock import TakenOver, lock
 watchdog.LOOK_S = 0.2
 lock(RUN, 60)
-stopped = False
-while True:
-    watchdog.new_step(3)
-    watchdog.phase("forward")
-    if not stopped:
-        stopped = True
-        os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.05)
-    watchdog.event("step", spent=watchdog.end_step())
-    time.sleep(0.05)
+def work():
+    stopped = False
+    while True:
+        watchdog.new_step(3)
+        watchdog.phase("forward")
+        if not stopped:
+            stopped = True
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.05)
+        watchdog.event("step", spent=watchdog.end_step())
+        time.sleep(0.05)
+"""
+CAUGHT = """
+try:
+    work()
+except TakenOver as error:
+    print("TakenOver:", error, flush=True)
 """
 
 
-def stopped_holder(run, caught=True, **cfg):
+def stopped_holder(run, ending=CAUGHT, **cfg):
     """A holder that is stopped, and the content of the run's files after another has taken the folder over."""
-    body = HOLDER if not caught else HOLDER.replace("while True:", "try:\n  while True:").replace("\n    ", "\n      ")
-    body += "except Exception as error:\n  print(type(error).__name__, error, flush=True)\n" if caught else ""
-    process = launching.start(command(run, body, **cfg), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              text=True)
+    process = launching.start(command(run, HOLDER + ending, **cfg), cwd=ROOT, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True)
     until(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text(), 10)
     found = json.loads((run / "lock.json").read_text())
     (run / "lock.json").write_text(json.dumps({**found, "token": "another", "job": "9"}))
@@ -377,29 +381,24 @@ def stopped_holder(run, caught=True, **cfg):
     return process, {path: path.read_bytes() for path in run.iterdir()}
 
 
-@pytest.mark.parametrize("caught", [True, False])
-def test_a_holder_that_stood_still_leaves_without_writing_once_another_has_the_folder(tmp_path, caught):
-    process, before = stopped_holder(tmp_path, caught)
-    try:
-        time.sleep(0.3)
-        process.send_signal(signal.SIGCONT)
-        out, err = process.communicate(timeout=20)
-    finally:
-        launching.end(process)
-    said = out if caught else err
-    assert f"TakenOver {tmp_path} was taken over" in said.replace(":", "") and "(job 9)" in said
-    assert process.returncode == (0 if caught else 1)
+def woken(process, seconds):
+    """What it says after so many more seconds of standing still, to its end."""
+    time.sleep(seconds)
+    process.send_signal(signal.SIGCONT)
+    return process.communicate(timeout=20)
+
+
+@pytest.mark.parametrize("ending, code", [(CAUGHT, 0), ("work()", 1)], ids=["caught", "not caught"])
+def test_a_holder_that_stood_still_leaves_without_writing_once_another_has_the_folder(tmp_path, ending, code):
+    process, before = stopped_holder(tmp_path, ending)
+    said = woken(process, 0.3)[code]  # on standard output, or as a traceback
+    assert f"TakenOver: {tmp_path} was taken over" in said and "(job 9)" in said and process.returncode == code
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_one_that_slept_through_its_deadline_writes_no_stack_into_the_other_ones_file(tmp_path):
     process, before = stopped_holder(tmp_path, floor_s=1.0, first_s=1.0)
-    try:
-        time.sleep(1.5)
-        process.send_signal(signal.SIGCONT)
-        process.communicate(timeout=20)
-    finally:
-        launching.end(process)
+    woken(process, 1.5)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

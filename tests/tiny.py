@@ -165,6 +165,13 @@ def launcher_environment(ranks, **more):
     return {**kept, "RANKS": str(ranks), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **more}
 
 
+def stand_in(path, does):
+    """An executable in place of a program: a shell script. Returns its path as text."""
+    path.write_text(f"#!/usr/bin/env bash\n{does}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def write_large(path):
     """A volume that needs more memory than `run_in_little_memory` gives: 400^3 voxels of int16, a small file."""
     large = np.zeros((400, 400, 400), np.int16)
