@@ -158,7 +158,7 @@ require() {  # command, words: `supervise` it; unless it succeeds, the launch en
         supervise 1000000000 "$@"
         case $code in
             0) return ;;
-            42) finish 42 "left by $LEAVING$WHY" ;;
+            42) finish 42 "left by $LEAVING$WHY; $AGAIN continues the run" ;;
             43) finish 43 "$WHY" ;;
         esac  # else somebody has killed it, or is editing it: in a run that has trained, that passes
         WHY="\"$1\" of Supervisor/launcher.py ended with exit code $code"
@@ -196,7 +196,7 @@ unset SLURM_LABELIO SLURM_STDOUTMODE SLURM_STDERRMODE  # a user's: they change o
 unset "${!SQUEUE_@}"  # a user's: filters that would hide jobs and steps from us
 unset SLURM_GPUS  # of sbatch --gpus: each srun, also on one node, would ask for all of them; a step gets them anyway
 export OMNIMORPH_PATIENCE_S=600  # for what may pass, before the config with run.patience_s is read
-export AGAIN="the same command"
+AGAIN="the same command"
 [[ " $* " == *" --fresh "* ]] && AGAIN+=" without --fresh"
 export UNDER_SLURM="" STEP_NAME=omnimorph-$$-$RANDOM LAUNCHER_PID=$$ ROUND=0
 export FIXED_ADDRESS=${MASTER_ADDR:-} FIXED_PORT=${MASTER_PORT:-}

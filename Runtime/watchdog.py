@@ -46,23 +46,24 @@ def start(run, rank, attempt, cfg, launcher):
     if launcher:  # a new file, so that a process of an earlier attempt that wakes up late writes into the old one
         (run / f"rank{rank}.stack").unlink(missing_ok=True)
         stack = open(run / f"rank{rank}.stack", "w")
-    now = time.monotonic()  # the machine's clock may be set back or forward meanwhile
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    STATE.update(run=run, rank=rank, attempt=attempt, host=host, stack=stack, looked=now, beat=lambda: None)
-    # The log: its descriptor, the offset of the breadcrumb, bytes that a full disk has not taken yet.
     file = os.open(run / f"rank{rank}.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
     end = os.fstat(file).st_size
     if end and os.pread(file, 1, end - 1) != b"\n":
         end += os.pwrite(file, b"\n", end)  # a node died in the middle of a line
-    STATE.update(file=file, end=end, pending=b"")
-    # Where it is: number of phases so far, step, the phase and when it was entered (since: or last repeated; told: the
-    # same by the machine's clock).
-    STATE.update(number=0, step=0, name="start", mode="", entered=now, since=now, told=time.time())
-    # Deadlines, and the durations they are learned from: phases, the last steps, writing a checkpoint.
-    STATE.update(floor=cfg["run.deadline_floor_s"], first=cfg["run.deadline_first_s"])
-    STATE.update(factor=cfg["run.deadline_factor"], took={}, lately={}, write=None)
-    STATE.update(steps=collections.deque(maxlen=20), step_began=None)
-    STATE.update(spent=collections.Counter())  # seconds in each phase since the end of the last step
+    now = time.monotonic()  # the machine's clock may be set back or forward meanwhile
+    STATE.update(
+        run=run, rank=rank, attempt=attempt, host=host, stack=stack, looked=now, beat=lambda: None,
+        # The log: its descriptor, the offset of the breadcrumb, bytes that a full disk has not taken yet.
+        file=file, end=end, pending=b"",
+        # Where it is: number of phases so far, step, the phase and when it was entered (since: or last repeated; told:
+        # the same by the machine's clock).
+        number=0, step=0, name="start", mode="", entered=now, since=now, told=time.time(),
+        # Deadlines, and the durations they are learned from: phases, the last steps, writing a checkpoint.
+        floor=cfg["run.deadline_floor_s"], first=cfg["run.deadline_first_s"], factor=cfg["run.deadline_factor"],
+        took={}, lately={}, write=None, steps=collections.deque(maxlen=20), step_began=None,
+        # Seconds in each phase since the end of the last step.
+        spent=collections.Counter())
     faulthandler.enable(file=stack)
     sys.excepthook = _log_exception
     event("start", host=host, pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))

@@ -228,8 +228,7 @@ def begin(words):
         if code == 0:
             break
         if ASKED:
-            again = os.environ.get("AGAIN", "the same command")
-            raise Leave(42, " before round %s; %s continues the run" % (number, again))
+            raise Leave(42, " before round " + number)
         if code == 43 or code == 2 and is_first_start():
             raise Leave(43, "stopped before round %s: see the error above" % number)
         if time.monotonic() >= ends:

@@ -108,7 +108,7 @@ def choose_nodes(patience, excluded):
         nap(10)
         tries += 1
     if ASKED:
-        raise Leave(42, "; %s continues the run" % os.environ.get("AGAIN", "the same command"))
+        raise Leave(42, "")
     for node in lost:
         state = (ask(["sinfo", "-h", "-n", node, "-o", "%T"], 20)[1].split() or [""])[0]
         say("left out, since no task can be started there: %s (%s)" % (node, state))

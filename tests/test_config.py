@@ -18,6 +18,13 @@ from tests.tiny import ROOT
 OM = ROOT / "Config/config_om.yaml"
 
 
+def refusal(*arguments):
+    """The sentence with which `load_config` refuses."""
+    with pytest.raises(InputError) as error:
+        load_config(*arguments)
+    return str(error.value)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "Config").glob("config_*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configs_load(path):
     assert list(load_config(path)) == list(KEYS)
@@ -106,9 +113,8 @@ def test_a_base_is_looked_for_beside_the_file_and_then_in_config(tmp_path):
 ])
 def test_a_base_that_cannot_be_used_is_one_sentence(tmp_path, base, words):
     (tmp_path / "mine.yaml").write_text(f"base: {base}\n")
-    with pytest.raises(InputError) as error:
-        load_config(tmp_path / "mine.yaml")
-    assert all(word in str(error.value) for word in words), error.value
+    said = refusal(tmp_path / "mine.yaml")
+    assert all(word in said for word in words), said
 
 
 def test_every_key_is_explained_with_default_unit_and_allowed_values():
@@ -178,18 +184,14 @@ def test_an_option_takes_several_overrides(program):
     ("run.strategy=zero2", ["run.strategy must be one of ddp, zero1, fsdp, not 'zero2'"]),
 ])
 def test_bad_values_are_one_sentence(override, words):
-    with pytest.raises(InputError) as error:
-        load_config(OM, [override])
-    message = str(error.value)
-    assert all(word in message for word in words) and "\n" not in message, message
+    said = refusal(OM, [override])
+    assert all(word in said for word in words) and "\n" not in said, said
 
 
 @pytest.mark.parametrize("side", [4, 12, 16, 40])
 def test_the_grids_that_the_refusal_of_others_suggests_are_accepted(side):
     words = ["registration.scales=1", f"data.img_size={side}"]
-    with pytest.raises(InputError, match="diffusion.grids ends with 64") as error:
-        load_config(OM, words)
-    grids = re.search(r"for example (\[.*\])", str(error.value))[1]
+    grids = re.search(r"diffusion.grids ends with 64.* for example (\[.*\])", refusal(OM, words))[1]
     assert load_config(OM, [*words, f"diffusion.grids={grids}"])["diffusion.grids"][-1] <= side
 
 
@@ -232,9 +234,8 @@ def test_the_table_of_keys_says_type_and_limits():
 def test_bad_files_are_one_sentence(tmp_path, content, words):
     path = tmp_path / "bad.yaml"
     path.write_text(content)
-    with pytest.raises(InputError) as error:
-        load_config(path)
-    assert "bad.yaml" in str(error.value) and all(word in str(error.value) for word in words), error.value
+    said = refusal(path)
+    assert "bad.yaml" in said and all(word in said for word in words), said
 
 
 def test_a_missing_key_is_named(tmp_path):
