@@ -124,20 +124,18 @@ def deadline(name, mode=""):
     so does each phase of each mode, since mode 3 may open late. A checkpoint counts as timed only once `learn_write`
     knows how long a write takes: the copy alone is quick.
     """
-    known_s = []
-    if (name, mode) in STATE["took"]:
-        if name not in ONE_OFF and mode not in ONE_OFF:  # an agreement may wait for the one-off phase of another rank
-            # Also its own last duration: a mode that opens late takes longer than earlier steps. Capped: it may have
-            # compiled.
-            own = min(STATE["lately"].get((name, mode), 0), STATE["first"] / STATE["factor"])
-            known_s = [statistics.median(STATE["steps"]), own] if STATE["steps"] else []
-        elif "checkpoint" not in (name, mode):
-            known_s = [STATE["took"][name, mode], *STATE["steps"]]
-        elif STATE["write"]:
-            known_s = [STATE["took"][name, mode], STATE["write"], *STATE["steps"]]
-    if not known_s:
+    took, steps, saves = STATE["took"].get((name, mode)), STATE["steps"], "checkpoint" in (name, mode)
+    one_off = name in ONE_OFF or mode in ONE_OFF  # an agreement may wait for the one-off phase of another rank
+    if took is None or saves and not STATE["write"] or not (one_off or steps):
         return max(STATE["first"], STATE["floor"])
-    return max(STATE["floor"], STATE["factor"] * max(known_s))
+    if one_off:
+        longest = max(took, *steps, STATE["write"] if saves else 0)
+    else:
+        # Also its own last duration: a mode that opens late takes longer than earlier steps. Capped: it may have
+        # compiled.
+        own = min(STATE["lately"].get((name, mode), 0), STATE["first"] / STATE["factor"])
+        longest = max(statistics.median(steps), own)
+    return max(STATE["floor"], STATE["factor"] * longest)
 
 
 def learn_write(seconds):

@@ -88,7 +88,7 @@ def nodes(words):
         if "," in tasks:
             raise Leave(43, "error: the nodes have different numbers of tasks (%s): submit with --ntasks-per-node"
                         % tasks)
-        return answer(**scheduler.choose_nodes(patience(), excluded()))
+        return answer(**scheduler.choose_nodes(patience()))
     if ranks and job_nodes != "1":
         raise Leave(43, "error: RANKS=%s starts processes on this host only, and job %s has %s nodes: unset RANKS"
                     % (ranks, scheduler.number(), job_nodes))
@@ -106,11 +106,6 @@ def patience():
 def is_first_start():
     """Whether a person has just started this launch, and may be watching: not so in later rounds or after a requeue."""
     return os.environ["ROUND"] == "0" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
-
-
-def excluded():
-    """The nodes that a preflight has excluded."""
-    return os.environ.get("EXCLUDED", "").split()
 
 
 def ranks(words):
@@ -163,9 +158,9 @@ def preflight(words):
         if code == 0:
             return
         if code == 75:  # again without some nodes
-            more = [line.partition("=")[2].split() for line in found.splitlines() if line.startswith("EXCLUDED=")]
-            answer(EXCLUDED=" ".join(excluded() + sum(more, [])))
-            answer(**scheduler.choose_nodes(patience(), excluded()))
+            more = [line.partition("=")[2] for line in found.splitlines() if line.startswith("EXCLUDED=")]
+            answer(EXCLUDED=" ".join([os.environ.get("EXCLUDED", ""), *more]))
+            answer(**scheduler.choose_nodes(patience()))
             continue
         # 2: its command line. 43: in a run that has trained before, this may pass too. 76: the file system hangs.
         if code != 76 and (code in (2, 43) and is_first_start() or time.monotonic() >= ends):
@@ -246,22 +241,12 @@ def run_round(words):
     return run_step(words) if on_slurm() else run_ranks(words)
 
 
-def mark_launch():
-    """The time stamp for `has_spoken`; False on a full disk, and then no rank counts as silent."""
-    try:
-        with open(os.path.join(os.environ["OMNIMORPH_RUN"], ".launched"), "a") as mark:
-            os.utime(mark.name)
-        return True
-    except OSError:
-        return False
-
-
 def has_spoken():
-    """Whether a rank has begun its log; before that, only the launcher watches over it."""
+    """Whether a rank has begun its log since `begin` noted this attempt; before, only the launcher watches over it."""
     run = os.environ["OMNIMORPH_RUN"]
     try:
-        launched = os.stat(os.path.join(run, ".launched")).st_mtime_ns
-        return any(file.name.startswith("rank") and file.name.endswith(".jsonl") and file.stat().st_mtime_ns > launched
+        begun = os.stat(os.path.join(run, "attempts.jsonl")).st_mtime_ns  # by the clock that stamps the logs too
+        return any(file.name.startswith("rank") and file.name.endswith(".jsonl") and file.stat().st_mtime_ns > begun
                    for file in os.scandir(run))
     except OSError:  # a file system that does not answer now
         return False
@@ -269,7 +254,7 @@ def has_spoken():
 
 def run_step(words):
     """Run the ranks as tasks of srun, which ends the others if one fails, or LINGER seconds after a good end."""
-    spoken, began, next_word = not mark_launch(), time.monotonic(), 0
+    spoken, began, next_word = False, time.monotonic(), 0
     srun = subprocess.Popen(step(["--kill-on-bad-exit=1", "--wait=" + os.environ["LINGER"]], [TRAINING, *words]),
                             stdin=subprocess.DEVNULL, start_new_session=True)
     while srun.poll() is None:
@@ -287,7 +272,7 @@ def run_step(words):
 
 def run_ranks(words):
     """Run the ranks as processes of this host. Once the first has ended, the others have limited time to end."""
-    kills, spoken, began = oom_kills(), not mark_launch(), time.monotonic()
+    kills, spoken, began = oom_kills(), False, time.monotonic()
     first, until, next_word, ranks = None, None, 0, {}
     try:
         for rank in range(int(os.environ["RANKS"])):
@@ -359,7 +344,7 @@ def again(words):
     except (OSError, ValueError):
         suspect = False
     if suspect:
-        answer(**scheduler.choose_nodes(patience(), excluded()))
+        answer(**scheduler.choose_nodes(patience()))
         if "--no-preflight" not in words:
             preflight(words)
 

@@ -88,14 +88,14 @@ def on_all_nodes(nodes, command):
 # Nodes
 # ---------------------------------------------------------------------------------------------------------------------
 
-def choose_nodes(patience, excluded):
-    """{variable: value} for the nodes of the allocation that can start a task and that no preflight has excluded."""
+def choose_nodes(patience):
+    """{variable: value} for the nodes of the allocation that can start a task and that no preflight has EXCLUDED."""
     job_nodes, tasks = os.environ["SLURM_JOB_NODELIST"], os.environ["SLURM_TASKS_PER_NODE"].split("(")[0]
     hosts = ask(["scontrol", "show", "hostnames", job_nodes], 60)[1].split()
     if not hosts:
         raise Leave(43, "stopped: scontrol does not name the nodes of this job, see the error above")
     ends = time.monotonic() + patience
-    wanted = [host for host in hosts if host not in excluded]
+    wanted = [host for host in hosts if host not in os.environ.get("EXCLUDED", "").split()]
     good, lost, tries = set(), wanted, 1
     while True:
         # One srun per node: a node that does not respond would make a shared srun fail.

@@ -316,15 +316,14 @@ def test_what_a_node_needs():
 
 
 @pytest.fixture
-def staged(tmp_path):
+def staged(data, tmp_path):
     """(config, manifest) of a cache that is to be staged in /dev/shm."""
     if not Path("/dev/shm").is_dir():
         pytest.skip("needs /dev/shm")
-    make_data(tmp_path)
     folder = tmp_path / "cache"
     folder.mkdir()
     place = tempfile.mkdtemp(dir="/dev/shm")
-    cfg = config(tmp_path, data__cache=folder, data__stage=place)
+    cfg = config(data, data__cache=folder, data__stage=place)
     group = cache.write_group(folder, 0, read_datalist(cfg["data.root"], 3, ""), cfg)
     cache.write_manifest(folder, cfg, {0: group}, cache.list_mark(cfg["data.root"])[1])
     yield cfg, cache.read_manifest(folder, cfg)
