@@ -418,7 +418,7 @@ def test_no_thread_stays_when_a_checkpoint_is_written(tmp_path):
 
 def test_kill_during_saves_in_the_background_leaves_a_good_checkpoint(run):
     rng, done = random.Random(5), 0
-    for _ in range(5):
+    for _ in range(3):
         process, output = child(save_without_end, run, done)
         begun = output.readline() + output.readline()
         time.sleep(rng.uniform(0, 0.25))
