@@ -32,19 +32,16 @@ def on_grid(item, cfg, kinds=KINDS):
     in the mask, that is on the grid, None without one.
     Raises InputError naming the file for whatever `read_volume` refuses and for a label on another grid.
     """
-    size, spacing_mm, crop = cfg["data.img_size"], cfg["data.spacing_mm"], cfg["data.crop_above"]
+    size, spacing_mm = cfg["data.img_size"], cfg["data.spacing_mm"]
     channels, affine = read_image(item, cfg["model.dims"], cfg["data.channels"])
     images, limits = zip(*(scaled(channel, cfg) for channel in channels))
     shape = images[0].shape
     others = {}
     if item["label"] and "label" in kinds:
         others["label"] = read_beside(item, "label", shape, affine)[0]
-    if item["mask"] and ("mask" in kinds or crop):
+    if item["mask"] and ("mask" in kinds or cfg["data.crop_above"]):
         others["mask"] = (read_beside(item, "mask", shape, affine, read_numbers)[0] > 0).astype(np.int16)
-    box = None
-    if crop:
-        inside = others["mask"] > 0 if "mask" in others else np.max(images, axis=0) > crop
-        box = foreground_box(to_canonical(inside, affine)[0])
+    box = focus(images, affine, cfg, others.get("mask"))
     arrays = dict.fromkeys(KINDS[1:])
     placed = [to_grid(image, affine, size, spacing_mm, box=box) for image in images]
     if any(array.min() == array.max() for array, _ in placed):
@@ -98,6 +95,18 @@ def scaled(array, cfg, counted=None):
     limits = cfg["data.window"] if any(cfg["data.window"]) else (
         intensity_range(array if counted is None else counted, *cfg["data.percentiles"]))
     return rescale(array, *limits), list(map(float, limits))
+
+
+def focus(images, affine, cfg, mask=None):
+    """The box of a canonical volume on which the training grid centres: that of the mask, or of what its channels show.
+
+    images: of the channels, an iterable of arrays in 0 .. 1. affine, mask: of them. Returns: as `foreground_box`, or
+    None without data.crop_above, for the whole volume.
+    """
+    if not cfg["data.crop_above"]:
+        return None
+    inside = np.max([*images], axis=0) > cfg["data.crop_above"] if mask is None else mask > 0
+    return foreground_box(to_canonical(inside, affine)[0])
 
 
 def describe(item, prepared):

@@ -59,9 +59,13 @@ class Volume:
         kept = (slice(None, None, step),) * self.array.ndim
         affine = self.affine.copy()
         affine[:3, :self.array.ndim] *= step
-        return dataclasses.replace(self, array=self.array[kept], affine=affine,
-                                   mask=None if self.mask is None else self.mask[kept],
-                                   channels=tuple(channel.every(step) for channel in self.channels))
+        return self.changed(lambda array: array[kept], affine)
+
+    def changed(self, change, affine):
+        """The Volume on another grid, which has this affine: change(array) of its image, its mask and its channels."""
+        return dataclasses.replace(self, array=change(self.array), affine=affine,
+                                   mask=None if self.mask is None else change(self.mask),
+                                   channels=tuple(channel.changed(change, affine) for channel in self.channels))
 
 
 def is_path(source):

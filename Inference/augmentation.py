@@ -9,9 +9,9 @@ import re
 import numpy as np
 import torch
 
-from Dataloader.grids import foreground_box, grid_transform, to_canonical, to_grid
+from Dataloader.grids import grid_transform, to_canonical, to_grid
 from Dataloader.nifti import rounded
-from Dataloader.prepare import scaled
+from Dataloader.prepare import focus, scaled
 from Dataloader.volume import as_array, checked_affine, is_path
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import jacobian_determinant, then_affine, warp
@@ -108,8 +108,7 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
         size = np.broadcast_to(cfg["data.img_size"], (dims,))
         voxels_per_point = np.diag([*(size - 1) / (points - 1), *[1] * (4 - dims)])
         grid_affine = training_grid(image, affine, cfg, mask) @ voxels_per_point
-    change = np.linalg.inv(grid_affine) @ affine
-    field = total_field(field, change, np.linalg.inv(change), image.shape)
+    field = total_field(field, np.linalg.inv(grid_affine) @ affine, image.shape)
     return field if turn is None else then_affine(torch.from_numpy(field)[None], turn)[0].numpy()
 
 
@@ -266,7 +265,7 @@ def show(target, kind, slices, rng_key, cfg):
 
 def training_grid(image, affine, cfg, mask=None):
     """The affine of the training grid of a volume, 4x4, without resampling it. image, affine, mask: as in `augment`."""
-    box = focus((image,), affine, cfg, mask)
+    box = focus((scaled(one, cfg)[0] for one in [image]), affine, cfg, mask)  # scaled only if it is looked at
     empty, affine = to_canonical(np.broadcast_to(np.uint8(0), image.shape), affine)
     return grid_transform(empty.shape, affine, cfg["data.img_size"], cfg["data.spacing_mm"], box)[2]
 
@@ -284,17 +283,7 @@ def place(image, affine, cfg, mask=None, channels=()):
         if np.shape(channel) != np.shape(image):
             raise InputError(f"channel {number}: shape {np.shape(channel)} is not that of the image, "
                              f"{np.shape(image)}; bring it to the image's grid.")
-    images = (image, *channels)
+    images = [scaled(one, cfg)[0] for one in (image, *channels)]
     box = focus(images, affine, cfg, mask)
-    placed = [to_grid(scaled(one, cfg)[0], affine, cfg["data.img_size"], cfg["data.spacing_mm"], box=box)
-              for one in images]
+    placed = [to_grid(one, affine, cfg["data.img_size"], cfg["data.spacing_mm"], box=box) for one in images]
     return torch.from_numpy(np.stack([array for array, _ in placed]))[None], placed[0][1]
-
-
-def focus(images, affine, cfg, mask):
-    """The box of the mask, or of the foreground of all channels, that the grid centres on; None without crop_above."""
-    if not cfg["data.crop_above"]:
-        return None
-    if mask is None:
-        mask = np.max([scaled(one, cfg)[0] for one in images], axis=0) > cfg["data.crop_above"]
-    return foreground_box(to_canonical(mask > 0, affine)[0])

@@ -29,13 +29,14 @@ from Dataloader.grids import (
     SMOOTH_ABOVE,
     SMOOTH_SIGMA,
     foreground_box,
+    grid_transform,
     of_slab,
     to_canonical,
     to_grid,
     varying_box,
 )
 from Dataloader.nifti import fitted_affine, one_plane
-from Dataloader.prepare import scaled
+from Dataloader.prepare import focus, scaled
 from Dataloader.transforms import is_field, read_any_field, read_matrix
 from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source, shape_of, without_filler
 from Diffusion.fields import compose, resample, then_affine, warp
@@ -153,7 +154,6 @@ class Placed:
     overlap_percent: float
     work_affine: np.ndarray  # 4x4, of the working grid
     pair: dict  # moving (under T) and fixed, (C, *work), 0 to 1; moving_mask, fixed_mask, (1, *work) or None; float32
-    seconds: float  # of the affine alignment
     alignment: dict  # how far to trust the alignment, from `align_affine`; empty without one
     compared_by: str  # correlation, mapped or mind
     outlined: str = ""  # side whose mask `place` has made, fixed or moving
@@ -209,11 +209,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
         raise InputError("start: an earlier registration and a model were given, and both tell where to start; leave "
                          "out one of them.")
     device = pick_device(device)
-    fixed_channels, moving_channels = ([each] if is_path(each) else [] if each is None else list(each)
-                                       for each in (fixed_channels, moving_channels))
-    require_memory(fixed, moving, 1 + len(fixed_channels) + (fixed_mask is not None), inverse)
-    fixed = read_side(fixed, "fixed", fixed_mask, fixed_channels)
-    moving = read_side(moving, "moving", moving_mask, moving_channels)
+    fixed, moving = read_sides(fixed, moving, inverse, fixed_mask, moving_mask, fixed_channels, moving_channels)
     if known is not None and len(known.field) != fixed.array.ndim:
         raise InputError(f"start: the earlier registration is {len(known.field)}D and {fixed.name} is "
                          f"{fixed.array.ndim}D; give one with the same number of axes.")
@@ -225,7 +221,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
         cfg = cfg | {"registration.similarity": placed.compared_by}
         if known is not None:
             cfg = cfg | {"refine.levels": 1} | ({} if known.smoothing is None else {"refine.weight": known.smoothing})
-        solution = solve(net, placed, seen_fixed, seen_moving, refine, cfg, device, progress, known)
+        solution = solve(net, placed, seen_fixed, seen_moving, refine, cfg, began, device, progress, known)
         if refine and cfg["refine.grid"] == "own":
             solution = at_full_resolution(solution, fixed, moving, refine, cfg, device, progress)
         return bring_back(solution, fixed, moving, inverse, cfg, began, device)
@@ -247,13 +243,11 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     if inverse:
         raise InputError(f"{initial}: a registration that starts from a field cannot be inverted; leave out "
                          "--inverse, or start from a matrix.")
-    images = 1 + len(options.get("fixed_channels", ())) + (options.get("fixed_mask") is not None)
-    require_memory(fixed, moving, images, inverse)
-    fixed = read_side(fixed, "fixed", options.pop("fixed_mask", None), options.pop("fixed_channels", ()))
-    moving = read_side(moving, "moving", options.pop("moving_mask", None), options.pop("moving_channels", ()))
+    beside = {key: options.pop(key) for key in ("fixed_mask", "moving_mask", "fixed_channels", "moving_channels")
+              if key in options}
+    fixed, moving = read_sides(fixed, moving, inverse, **beside)
     first, first_affine = read_any_field(initial, dims)
-    to_first = np.linalg.inv(first_affine) @ fixed.affine
-    first = total_field(torch.from_numpy(first)[None], to_first, np.linalg.inv(to_first), fixed.array.shape)
+    first = total_field(torch.from_numpy(first)[None], np.linalg.inv(first_affine) @ fixed.affine, fixed.array.shape)
     shown, *shown_channels = (apply_field(array, moving.affine, first, fixed.affine) for array in arrays(moving))
     if shown.min() == shown.max():
         raise InputError(f"{initial}: this field shows nothing of the moving volume; check that it leads from fixed "
@@ -333,15 +327,22 @@ def require_memory(fixed, moving, images, inverse):
                           "inverse, use fewer workers, or take a machine with more.")
 
 
-def read_side(source, side, mask, channels):
-    """One volume of a pair with its mask and further channels. side: "fixed" or "moving". Others as for `register`."""
-    volume = read_source(source, side)
-    if 1 in volume.array.shape:
-        raise InputError(f"{volume.name}: {one_plane(volume.array.shape)}")
-    if min(volume.array.shape) < LEAST_SIDE:
-        raise InputError(f"{volume.name}: shape {volume.array.shape} has fewer than {LEAST_SIDE} voxels along an "
-                         "axis, which is too few to deform; register the slices in 2D.")
-    return dataclasses.replace(volume, mask=read_mask(mask, volume), channels=read_further(channels, volume))
+def read_sides(fixed, moving, inverse, fixed_mask=None, moving_mask=None, fixed_channels=(), moving_channels=()):
+    """Both Volumes of a pair with their masks and further channels, if there is memory for them; as for `register`."""
+    fixed_channels, moving_channels = ([each] if is_path(each) else [] if each is None else list(each)
+                                       for each in (fixed_channels, moving_channels))
+    require_memory(fixed, moving, 1 + len(fixed_channels) + (fixed_mask is not None), inverse)
+    pair = []
+    for side, source, mask, channels in (("fixed", fixed, fixed_mask, fixed_channels),
+                                         ("moving", moving, moving_mask, moving_channels)):
+        volume = read_source(source, side)
+        if 1 in volume.array.shape:
+            raise InputError(f"{volume.name}: {one_plane(volume.array.shape)}")
+        if min(volume.array.shape) < LEAST_SIDE:
+            raise InputError(f"{volume.name}: shape {volume.array.shape} has fewer than {LEAST_SIDE} voxels along an "
+                             "axis, which is too few to deform; register the slices in 2D.")
+        pair.append(dataclasses.replace(volume, mask=read_mask(mask, volume), channels=read_further(channels, volume)))
+    return pair
 
 
 def _net_and_config(model, config, similarity, fixed, moving, device):
@@ -396,12 +397,9 @@ def place(fixed, moving, affine, start, cfg, device, as_trained):
     decides, there is no mask. affine to as_trained: as for `align`.
     Returns: (fixed, moving), Volumes with the mask; the same two `within_memory`, as they were aligned; Placed.
     """
-    began = time.perf_counter()
-
     def aligned(pair):
         seen = [within_memory(without_filler(volume)) for volume in pair]
-        placed = align(*seen, affine, start, cfg, device, as_trained)
-        return pair, seen, dataclasses.replace(placed, seconds=time.perf_counter() - began)
+        return pair, seen, align(*seen, affine, start, cfg, device, as_trained)
 
     side = outlined_side(fixed, moving, affine, cfg)
     if side:
@@ -457,7 +455,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
 
     fixed, moving: Volumes. affine: "rigid", "affine" or False. as_trained, most: see `working_grid`.
     """
-    began, similarity = time.perf_counter(), cfg["registration.similarity"]
+    similarity = cfg["registration.similarity"]
     compared_by = "correlation" if similarity == "auto" else similarity
     for volume in (fixed, moving):
         inside = volume.array[:0] if volume.mask is None else volume.array[volume.mask > 0]
@@ -469,8 +467,8 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
     (fixed01, *fixed_rest), (moving01, *moving_rest) = (
         [scaled(array, cfg, None if volume.mask is None or as_trained else array[volume.mask > 0])[0]
          for array in arrays(volume)] for volume in (fixed, moving))
-    brightest = np.max([fixed01, *fixed_rest[:cfg["data.channels"] - 1]], axis=0)
-    work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained, brightest, most)
+    work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained,
+                                           fixed_rest[:cfg["data.channels"] - 1], most)
     if isinstance(start, str) and start == "auto":
         start = "header" if affine else better_start(fixed.array.shape, fixed.affine, moving01, moving.affine,
                                                      work_fixed, work_affine, similarity)
@@ -484,7 +482,6 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
         matrix = matrix @ found
         if similarity == "auto" and alignment["one_sign"] is not None and alignment["one_sign"] < ONE_SIGN:
             compared_by = "mind"
-    seconds = time.perf_counter() - began if affine else 0.0
 
     pair, overlap = {}, overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
     for side, volume, images, to_world in (("fixed", fixed, fixed_rest, work_affine),
@@ -499,7 +496,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
     if not as_trained and moving.mask is None and overlap < WHOLE_PERCENT and is_cut_off(moving01):
         seen = _on_working_grid(np.ones_like(moving01), moving.affine, matrix @ work_affine, work_fixed.shape) > 0.99
         pair["moving_mask"] = seen.astype(np.float32)[None] if seen.any() else None
-    return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, seconds, alignment,
+    return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, alignment,
                   compared_by)
 
 
@@ -519,17 +516,15 @@ def within_memory(volume):
 
 def onto_isotropic_grid(volume):
     """A Volume on its `isotropic_grid`, with its channels and its mask; only voxels wholly in the mask count."""
-    def on_grid(image):
-        return to_grid(image, volume.affine, *isotropic_grid(*to_canonical(image, volume.affine)))
-
-    array, affine = on_grid(volume.array)
-    mask = None
+    canonical, affine = to_canonical(volume.array, volume.affine)
+    grid = isotropic_grid(canonical.shape, affine)
+    affine = grid_transform(canonical.shape, affine, *grid)[2]
+    del canonical  # as large as the volume
+    volume = volume.changed(lambda array: to_grid(array, volume.affine, *grid)[0], affine)
     if volume.mask is not None:
-        mask = (on_grid(volume.mask)[0] > 0.99).astype(np.float32)
-        require_mask(mask, volume)
-    channels = [dataclasses.replace(channel, array=on_grid(channel.array)[0], affine=affine)
-                for channel in volume.channels]
-    return dataclasses.replace(volume, array=array, affine=affine, mask=mask, channels=channels)
+        volume = dataclasses.replace(volume, mask=(volume.mask > 0.99).astype(np.float32))
+        require_mask(volume.mask, volume)
+    return volume
 
 
 def require_mask(mask, volume):
@@ -546,10 +541,7 @@ def without_padding(volume):
     box = tuple(slice(*ends) for ends in zip(first, stop))
     affine = volume.affine.copy()
     affine[:3, 3] += affine[:3, :len(first)] @ first
-    return dataclasses.replace(volume, array=volume.array[box], affine=affine,
-                               mask=None if volume.mask is None else volume.mask[box],
-                               channels=[dataclasses.replace(channel, array=channel.array[box], affine=affine)
-                                         for channel in volume.channels])
+    return volume.changed(lambda array: array[box], affine)
 
 
 def arrays(volume):
@@ -557,38 +549,37 @@ def arrays(volume):
     return [volume.array, *(channel.array for channel in volume.channels)]
 
 
-def working_grid(image, affine, cfg, as_trained, brightest=None, most=None):
+def working_grid(image, affine, cfg, as_trained, further=(), most=None):
     """The fixed volume on the grid on which the field is found: array (*work) float32; its affine 4x4.
 
     image: in 0..1. as_trained: place it as the training did (data.img_size, data.spacing_mm, data.crop_above), with
     more voxels along an axis that would not fit; else cover its field of view with voxels as large as its own, on
-    average, and at most so many. brightest: the maximum of several channels, to which data.crop_above applies; default
-    the image.
+    average, and at most so many. further: channels that a network sees too, to which data.crop_above applies as well.
     """
-    canonical, canonical_affine = to_canonical(image if brightest is None else brightest, affine)
+    canonical, canonical_affine = to_canonical(image, affine)
     shape, dims = canonical.shape, image.ndim
-    voxel_mm = np.linalg.norm(canonical_affine[:3, :dims], axis=0)
     if as_trained:
-        crop, size, spacing_mm = cfg["data.crop_above"], np.array(cfg["data.img_size"]), cfg["data.spacing_mm"]
-        box = foreground_box(canonical > crop) if crop else np.array([[0] * dims, shape])
+        size, spacing_mm = np.array(cfg["data.img_size"]), cfg["data.spacing_mm"]
+        box = focus([image, *further], affine, cfg)
         if spacing_mm:
-            size = np.maximum(size, _covering_size((box[1] - box[0]) * voxel_mm, spacing_mm))
-        return to_grid(image, affine, size, spacing_mm, box=box if crop else None)
-    size, spacing_mm = isotropic_grid(canonical, canonical_affine, most)
+            first, stop = [[0] * dims, shape] if box is None else box
+            extent_mm = np.subtract(stop, first) * np.linalg.norm(canonical_affine[:3, :dims], axis=0)
+            size = np.maximum(size, _covering_size(extent_mm, spacing_mm))
+        return to_grid(image, affine, size, spacing_mm, box=box)
+    size, spacing_mm = isotropic_grid(shape, canonical_affine, most)
     least = max(LEAST_SIDE, 2 ** (cfg["registration.scales"] - 1))  # the similarity halves the grid scales - 1 times
     return to_grid(image, affine, np.maximum(size, least), spacing_mm)
 
 
-def isotropic_grid(image, affine, most=None):
+def isotropic_grid(shape, affine, most=None):
     """Size and spacing in mm of a grid over the field of view of a canonical volume, for `to_grid`.
 
     Its voxels are as large as the volume's on average, or larger if there would be more than `most` (MOST_VOXELS).
     """
-    most = most or grids.MOST_VOXELS
-    voxel_mm = np.linalg.norm(affine[:3, :image.ndim], axis=0)
-    spacing_mm, extent_mm = float(np.exp(np.log(voxel_mm).mean())), image.shape * voxel_mm
+    most, dims = most or grids.MOST_VOXELS, len(shape)
+    spacing_mm, extent_mm = mean_spacing_mm(affine, dims), shape * np.linalg.norm(affine[:3, :dims], axis=0)
     while (count := math.prod(size := _covering_size(extent_mm, spacing_mm).tolist())) > most:
-        spacing_mm *= max((count / most) ** (1 / image.ndim), 1.001)
+        spacing_mm *= max((count / most) ** (1 / dims), 1.001)
     return size, spacing_mm
 
 
@@ -635,7 +626,7 @@ def start_matrix(start, shape, affine, moving_shape, moving_affine):
     return matrix
 
 
-def better_start(shape, affine, moving, moving_affine, work_fixed, work_affine, similarity="correlation"):
+def better_start(shape, affine, moving, moving_affine, work_fixed, work_affine, similarity):
     """ "header"; or "centre" if that makes the volumes clearly more alike, or if they barely overlap by their headers.
 
     They are compared only where both fields of view overlap, because two crops of one volume have different centres
@@ -673,17 +664,17 @@ def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):
 # Solve: the field of the working grid
 # ---------------------------------------------------------------------------------------------------------------------
 
-def solve(net, placed, fixed, moving, refine, cfg, device, progress, known):
+def solve(net, placed, fixed, moving, refine, cfg, began, device, progress, known):
     """The field that the network, the refinement or both find for a placed pair: Solution.
 
-    net, known: or None. placed: from `align`. refine: steps, 0 for none.
+    net, known: or None. placed: from `align`. refine: steps, 0 for none. began: clock time when the alignment began.
     """
-    seconds = {"affine": placed.seconds, "network": 0.0, "refine": 0.0}
+    seconds = {"affine": time.perf_counter() - began, "network": 0.0, "refine": 0.0}
     pair, field, structures, smoothing = _on_device(placed.pair, device), None, None, None
     if known is not None:
-        to_work = np.linalg.inv(placed.matrix @ placed.work_affine) @ known.affine
         field = total_field(torch.from_numpy(known.field)[None], np.linalg.inv(known.affine) @ placed.work_affine,
-                            to_work, placed.pair["fixed"].shape[1:])
+                            placed.pair["fixed"].shape[1:],
+                            np.linalg.inv(placed.matrix @ placed.work_affine) @ known.affine)
         field = torch.from_numpy(field)[None].to(device)
     if net is not None:
         began, seen = time.perf_counter(), cfg["data.channels"]
@@ -696,7 +687,7 @@ def solve(net, placed, fixed, moving, refine, cfg, device, progress, known):
     if net is not None and refine and cfg["refine.grid"] == "own":  # with voxels as small as those of the files
         own = align(fixed, moving, False, placed.matrix, cfg, device)
         change, size = np.linalg.inv(placed.work_affine) @ own.work_affine, own.pair["fixed"].shape[1:]
-        field = torch.from_numpy(total_field(field.float().cpu(), change, np.linalg.inv(change), size))[None].to(device)
+        field = torch.from_numpy(total_field(field.float().cpu(), change, size))[None].to(device)
         structures = None if structures is None else resample(structures, change, size)
         placed = dataclasses.replace(placed, overlap_percent=own.overlap_percent, work_affine=own.work_affine,
                                      pair=own.pair)
@@ -729,7 +720,7 @@ def at_full_resolution(solution, fixed, moving, refine, cfg, device, progress):
     control = np.maximum(-(-size // 2), 2)  # a grid of half as many points, corners on corners
     thinner = np.linalg.inv(placed.work_affine) @ fine.work_affine @ np.diag(
         [*((size - 1) / (control - 1)), *[1] * (4 - len(size))])
-    field = torch.from_numpy(total_field(solution.field, thinner, np.linalg.inv(thinner), control))[None].to(device)
+    field = torch.from_numpy(total_field(solution.field, thinner, control))[None].to(device)
     began = time.perf_counter()
     field, _ = optimise({**_on_device(fine.pair, device), "structures": None}, field,
                         max(refine // cfg["refine.levels"], 1),
@@ -773,8 +764,8 @@ def _on_device(pair, device):
 def bring_back(solution, fixed, moving, inverse, cfg, began, device):
     """The solution on the grids of the files, with its scores: Result. began: clock time when the alignment began."""
     placed, work_affine = solution.placed, solution.placed.work_affine
-    field = total_field(solution.field, np.linalg.inv(work_affine) @ fixed.affine,
-                        np.linalg.inv(fixed.affine) @ placed.matrix @ work_affine, fixed.array.shape)
+    field = total_field(solution.field, np.linalg.inv(work_affine) @ fixed.affine, fixed.array.shape,
+                        np.linalg.inv(fixed.affine) @ placed.matrix @ work_affine)
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
     sentences, more = [], {}
     if placed.overlap_percent < FAR_APART:
@@ -796,8 +787,8 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
                          f"own{advice}.")
     if inverse:
         more["inverse"], rest = inverse_field(
-            solution.field, np.linalg.inv(placed.matrix @ work_affine) @ moving.affine,
-            np.linalg.inv(moving.affine) @ work_affine, moving.array.shape)
+            solution.field, np.linalg.inv(placed.matrix @ work_affine) @ moving.affine, moving.array.shape,
+            np.linalg.inv(moving.affine) @ work_affine)
         missed_percent = 100.0 * float((rest > NOT_INVERTED).mean())
         if missed_percent:
             most_mm = (rest * np.linalg.norm(work_affine[:3, 0])).max()
@@ -822,21 +813,22 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
                   **more)
 
 
-def total_field(work_field, before, after, shape):
+def total_field(work_field, before, shape, after=None):
     """A field u of the working grid as one of a file's grid: x -> after(y + u(y)) - x with y = before(x).
 
     work_field: u, (1, N, *work) in voxels of the working grid; its border values extend outwards. before, after: 4x4,
-    voxels of the file's grid to those of the working grid, and from there to the file's. shape: of the file's grid.
-    Returns: (N, *shape) float32 in voxels of the file's grid.
+    voxels of the file's grid to those of the working grid, and from there to the file's (None: the same way back).
+    shape: of the file's grid. Returns: (N, *shape) float32 in voxels of the file's grid.
     """
     field = np.empty((len(shape), *shape), np.float32)
+    after = np.linalg.inv(before) if after is None else after
     for slab in grids.slabs(shape):
         sampled = resample(work_field, of_slab(before, slab), field[0, slab].shape, padding="border")
         field[:, slab] = _joined(sampled, before, after, slab)
     return field
 
 
-def inverse_field(work_field, before, after, shape):
+def inverse_field(work_field, before, shape, after):
     """As `total_field`, for the inverse of u: x -> after(y + v(y)) - x with v(y) = -u(y + v(y)) and y = before(x).
 
     Fixed-point iteration (Chen et al., Medical Physics 2008) at the points of the file's grid, so that v is not

@@ -292,9 +292,9 @@ def test_slab_by_slab_is_the_same(monkeypatch, tmp_path):
     before, after = np.linalg.inv(work) @ fixed[1], np.linalg.inv(fixed[1]) @ work
 
     def all_of_it():
-        field = registration.total_field(u, before, after, fixed[0].shape)
+        field = registration.total_field(u, before, fixed[0].shape, after)
         write_field(tmp_path / "field.nii.gz", field, fixed[1])
-        return [field, *registration.inverse_field(u, before, after, fixed[0].shape), outputs.determinants(field),
+        return [field, *registration.inverse_field(u, before, fixed[0].shape, after), outputs.determinants(field),
                 apply_field(*moving, field, fixed[1]), apply_field(label, moving[1], field, fixed[1], order=0),
                 apply_label(label, moving[1], field, fixed[1]), read_field(tmp_path / "field.nii.gz")[0]]
 
