@@ -142,24 +142,22 @@ def register_all(args):
     for suffix in args.also:
         if suffix == "h5" or f".{suffix}" in WRITTEN:
             import_sitk(out / f"field.{suffix}")  # a missing package is told before the work
-    args.home, beside = out, []
+    args.home = home = out
     tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
     folders = [folder for _, folder in tasks]
     if args.part:
         number, count = map(int, args.part.split("/"))
-        args.home = out / PARTS / f"{number}_of_{count}"
+        args.home = home = out / PARTS / f"{number}_of_{count}"
         pairs, tasks = pairs[number - 1::count], tasks[number - 1::count]
-    home = args.home
     make_folder(home)
     with contextlib.ExitStack() as locks:
         # A part and the whole list each take their own lock before they look for the other's: one of them sees it.
         locks.enter_context(run_lock.held_results(home))
-        for each in parts_of(home):
-            locks.enter_context(run_lock.held_results(each))
-        if args.part:
-            beside = [each for each in (out, *parts_of(out)) if each != home]
-        for each in beside:  # what the whole list or another division has done is kept, but neither may be at work
-            if each == out or each.name.rpartition("_of_")[2] != str(count):
+        others = [each for each in (out, *parts_of(out)) if each != home]  # what they have done is kept
+        for each in others:
+            if not args.part:
+                locks.enter_context(run_lock.held_results(each))
+            elif each == out or not each.name.endswith(f"_of_{count}"):  # nor may another division be at work
                 run_lock.require_free(each)
         require_own(out, folders, disps)
         if not is_list(args):  # of a list, only that pair is refused
@@ -171,7 +169,7 @@ def register_all(args):
             drop_copies(out)
         print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
         rows, failed = do_all(home, tasks, register_pair, settings, args.workers, again=args.again,
-                              resumes=is_list(args), begin=functools.partial(begin_worker, args), beside=beside)
+                              resumes=is_list(args), begin=functools.partial(begin_worker, args), beside=others)
         rows = judge_list(rows)
         if rows:
             page, table = write_report(home, rows, failed, how_registered(args), cfg["model.dims"])

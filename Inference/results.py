@@ -229,7 +229,7 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     earlier = read_results(out)
     entries, kept = [entry for entry, _ in tasks], {}
     if resumes and not again:
-        for home in (*parts_of(out), *beside):
+        for home in beside:
             for name, row in kept_rows(read_results(home), settings, entries, home).items():
                 files = {os.path.relpath(home / file, out): entry for file, entry in row["files"].items()}
                 kept[name] = {**row, "folder": os.path.normpath(row["folder"]), "files": files}
