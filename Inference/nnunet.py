@@ -53,7 +53,6 @@ def cases_of(name, items, dims):
         if case["label"] is None:
             raise InputError(f"{case['image']}: it has no label, and nnU-Net needs one for every case; leave it out "
                              "with --ids, or leave out --nnunet.")
-    for case in cases:
         grid = read_header(case["image"], dims)
         for path in case["channels"]:
             if not same_grid(*grid, *read_header(path, dims)):

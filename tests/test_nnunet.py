@@ -221,7 +221,9 @@ def test_one_image_and_names_of_a_decathlon_list(tmp_path, capsys, monkeypatch):
     write_case(tmp_path / "data", 1, channels=1)
     words = ["--image", tmp_path / "data/imagesTr/b_001_0000.nii.gz", "--label",
              tmp_path / "data/labelsTr/b_001.nii.gz", "--nnunet", NAME, "--draws", 1, "--out", tmp_path / "out"]
-    assert call(capsys, *words)[0] == 0
+    assert call(capsys, *words, "--set", "data.window=[-1000, 500]")[0] == 0
+    content = json.loads((tmp_path / "out" / NAME / "dataset.json").read_text())
+    assert content["channel_names"] == {"0": "CT"}, "intensities in Hounsfield units"
     assert read_header(tmp_path / "out" / NAME / "imagesTr/b_001_draw00_0000.nii.gz")[0] == SHAPE
     (tmp_path / "dataset.json").write_text(json.dumps({"modality": {"0": "MRI"}, "labels": {"0": "background",
                                                                                              "1": "Anterior"}}))
@@ -233,19 +235,17 @@ def test_one_image_and_names_of_a_decathlon_list(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("words, window, names", [
-    (("ct", "CT"), [], ["CT", "channel_1"]), (("CT", "MR"), [], ["channel_0", "channel_1"]),
-    (("FLAIR", "FLAIR"), [], ["FLAIR", "channel_1"]), (("", ""), [-1000, 500], ["CT", "CT"])])
-def test_a_ct_is_called_ct_by_which_nnunet_normalises_it(tmp_path, capsys, words, window, names):
+    (("ct", "CT"), (0, 0), ["CT", "channel_1"]), (("CT", "MR"), (0, 0), ["channel_0", "channel_1"]),
+    (("FLAIR", "FLAIR"), (0, 0), ["FLAIR", "channel_1"]), (("", ""), (-1000, 500), ["CT", "CT"])])
+def test_a_ct_is_called_ct_by_which_nnunet_normalises_it(tmp_path, words, window, names):
     for number in (1, 2):
         write_case(tmp_path / "data", number)
     (tmp_path / "list.csv").write_text("image,label,modality\n" + "".join(
         f"data/imagesTr/b_00{number}_000{channel}.nii.gz,data/labelsTr/b_00{number}.nii.gz,{word * (not channel)}\n"
         for number, word in zip((1, 2), words) for channel in (0, 1)))
-    more = ["--set", f"data.window={window}"] if window else []
-    assert call(capsys, "--data", tmp_path / "list.csv", "--nnunet", NAME, "--draws", 1, "--out", tmp_path / "out",
-                *more)[0] == 0
-    content = json.loads((tmp_path / "out" / NAME / "dataset.json").read_text())
-    assert list(content["channel_names"].values()) == names
+    cases = cases_of(NAME, read_datalist(tmp_path / "list.csv"), 3)
+    folder = write_dataset(tmp_path, NAME, cases, 0, 3, tmp_path / "list.csv", window)
+    assert list(json.loads((folder / "dataset.json").read_text())["channel_names"].values()) == names
 
 
 @pytest.mark.parametrize("names, written", [

@@ -82,6 +82,14 @@ def copies(tmp_path_factory):
     return folder
 
 
+def said_before(capsys, *words):
+    """What the program says before it draws."""
+    threads = torch.get_num_threads()
+    OM_augment.make_job(OM_augment.parse_arguments([str(word) for word in (*words, "--out", "nowhere")]))
+    torch.set_num_threads(threads)
+    return capsys.readouterr().err
+
+
 def last_line(capsys):
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
@@ -344,35 +352,33 @@ def test_a_volume_that_needs_more_memory_than_there_is_is_named_and_the_others_a
     assert json.loads(done.stdout.strip().splitlines()[-1])["draws"] == 4
 
 
-def test_a_second_run_makes_torn_files_anew(data):
-    words = ["--data", data / "data", *WORDS, "--out", data / "out", "--draws", 2]
-    assert run(*words) == 0
-    whole = contents(data / "out")
-    (data / "out/imagesTr/s_001_draw00.nii.gz").write_bytes(b"")
-    torn = data / "out/fieldsTr/s_002_draw01.nii.gz"
+def test_a_second_run_makes_torn_files_anew(copies, tmp_path):
+    out, whole = shutil.copytree(copies / "out", tmp_path / "out"), contents(copies / "out")
+    (out / "imagesTr/s_001_draw00.nii.gz").write_bytes(b"")
+    torn = out / "fieldsTr/s_002_draw01.nii.gz"
     torn.write_bytes(torn.read_bytes()[:1000])
-    (data / "out/labelsTr/s_002_draw00.nii.gz").unlink()
-    (data / "out/fieldsTr/.s_001_draw01.nii.gz.tmp-123").write_bytes(b"half")
-    assert run(*words) == 0
-    assert contents(data / "out") == whole
+    (out / "labelsTr/s_002_draw00.nii.gz").unlink()
+    (out / "fieldsTr/.s_001_draw01.nii.gz.tmp-123").write_bytes(b"half")
+    assert run("--data", copies / "data", *WORDS, "--out", out, "--draws", 3) == 0
+    assert contents(out) == whole
 
 
-def test_a_second_run_goes_on(data, capsys):
-    words = ["--data", data / "data", *WORDS, "--out", data / "out"]
-    assert run(*words, "--draws", 2) == 0
-    first = {path: path.stat().st_mtime_ns for path in (data / "out").rglob("*.nii.gz")}
-    lines = (data / "out/draws.jsonl").read_text()
-    (data / "out/draws.jsonl").write_text(lines[:-20])  # the last line cut, as by a kill
-    write_subject(data / "data", 1, OBLIQUE @ np.diag([1, 1, 1.1, 1]))  # and a file that has changed since
-    assert run(*words, "--draws", 3) == 0
-    assert last_line(capsys)["draws"] == 6
-    after = {path: path.stat().st_mtime_ns for path in (data / "out").rglob("*.nii.gz")}
-    assert len(after) == 18
+def test_a_second_run_goes_on(copies, tmp_path, capsys):
+    data, out = (shutil.copytree(copies / name, tmp_path / name) for name in ("data", "out"))
+    words = ["--data", data, *WORDS, "--out", out]
+    first = {path: path.stat().st_mtime_ns for path in out.rglob("*.nii.gz")}
+    lines = (out / "draws.jsonl").read_text()
+    (out / "draws.jsonl").write_text(lines[:-20])  # the last line cut, as by a kill
+    write_subject(data, 1, OBLIQUE @ np.diag([1, 1, 1.1, 1]))  # and a file that has changed since
+    assert run(*words, "--draws", 4) == 0
+    assert last_line(capsys)["draws"] == 8
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("*.nii.gz")}
+    assert len(after) == 24
     kept = {path.name for path in first if after[path] == first[path]}
-    assert kept == {"s_002_draw00.nii.gz"}
-    assert run(*words, "--draws", 3, "--seed", 5) == 43
+    assert kept == {"s_002_draw00.nii.gz", "s_002_draw01.nii.gz"}
+    assert run(*words, "--seed", 5) == 43
     assert "has draws with seed 0, not 5" in capsys.readouterr().err
-    assert run("--data", data / "data", *WORDS, "--out", data / "data") == 43
+    assert run("--data", data, *WORDS, "--out", data) == 43
     assert "contains other files" in capsys.readouterr().err
 
 
@@ -384,13 +390,11 @@ def test_a_folder_with_the_settings_of_another_program_is_not_claimed(tmp_path, 
     assert (tmp_path / "settings.json").read_text() == content
 
 
-def test_another_image_into_the_same_folder_is_refused_and_nothing_is_lost(data, capsys):
-    words = [*WORDS, "--draws", 1, "--out", data / "out"]
-    assert run("--image", data / "data/imagesTr/s_001.nii.gz", *words) == 0
-    before = contents(data / "out")
-    assert run("--image", data / "data/imagesTr/s_002.nii.gz", *words) == 43
-    assert "has draws of s_001, which its list would lose; give all volumes at once" in capsys.readouterr().err
-    assert contents(data / "out") == before
+def test_one_of_two_images_into_the_same_folder_is_refused_and_nothing_is_lost(copies, tmp_path, capsys):
+    out = shutil.copytree(copies / "out", tmp_path / "out")
+    assert run("--image", copies / "data/imagesTr/s_001.nii.gz", *WORDS, "--draws", 1, "--out", out) == 43
+    assert "has draws of s_002, which its list would lose; give all volumes at once" in capsys.readouterr().err
+    assert contents(out) == contents(copies / "out")
 
 
 def test_results_inside_a_flat_data_folder_are_no_scans(data, capsys):
@@ -629,10 +633,9 @@ def test_without_a_word_a_target_is_shown_as_in_training(data, model, capsys):
     content["config"]["model.condition_type"] = "volume"
     checkpoint.save(data / "whole", "000001_demo_om_net.pth", content)
     words = ["--image", data / "data/imagesTr/s_001.nii.gz", "--model", data / "whole/000001_demo_om_net.pth",
-             "--target", data / "data/imagesTr/s_002.nii.gz", "--draws", 1]
+             "--target", data / "data/imagesTr/s_002.nii.gz"]
     for more, warned in (([], False), (["--slices", 3], True), (["--condition", "slice"], True)):
-        assert run(*words, *more, "--out", data / f"warned {len(more)} {warned} {more[:1]}") == 0
-        assert ("has not learned to use a few planes" in capsys.readouterr().err) == warned
+        assert ("has not learned to use a few planes" in said_before(capsys, *words, *more)) == warned
 
 
 def test_a_silent_network_leaves_the_random_deformation():
@@ -760,6 +763,18 @@ def test_an_entry_without_an_affine_is_on_the_grid_of_the_first_one():
 # Bad input
 # ---------------------------------------------------------------------------------------------------------------------
 
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory):
+    """A good volume, its copy, and others that are bad in one way; to be read only."""
+    folder, good = tmp_path_factory.mktemp("volumes"), np.random.default_rng(0).integers(0, 9, (8, 8, 8)) * 1.0
+    spoilt = good.copy()
+    spoilt[1, 2, 3] = np.nan
+    for name, array in {"good": good, "copy": good, "nan": spoilt, "flat": np.full((8, 8, 8), 4.0), "other": good[1:],
+                        "half": good / 2}.items():
+        write_volume(folder / f"{name}.nii.gz", array, np.eye(4))
+    return folder
+
+
 @pytest.mark.parametrize("words, message", [
     (["--image", "nowhere.nii.gz"], "nowhere.nii.gz: no such file"),
     (["--data", "nowhere"], "nowhere: no such data folder"),
@@ -787,14 +802,8 @@ def test_an_entry_without_an_affine_is_on_the_grid_of_the_first_one():
     (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register", "--start", "20"], "leave out --start"),
     (["--image", "good.nii.gz", "--set", "diffusion.size=3"], "unknown key diffusion.size"),
 ])
-def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.chdir(tmp_path)
-    good = np.random.default_rng(0).integers(0, 9, (8, 8, 8)).astype(np.float32)
-    spoilt = good.copy()
-    spoilt[1, 2, 3] = np.nan
-    for name, array in {"good": good, "copy": good, "nan": spoilt, "flat": np.full((8, 8, 8), 4.0), "other": good[1:],
-                        "half": good / 2}.items():
-        write_volume(tmp_path / f"{name}.nii.gz", array, np.eye(4))
+def test_bad_input_is_one_sentence(volumes, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(volumes)
     assert run(*words, *WORDS, "--out", tmp_path / "out") == 43
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -837,23 +846,19 @@ def test_what_the_function_refuses():
 
 
 def test_one_run_at_a_time(data, capsys):
-    words = ["--data", data / "data", *WORDS, "--out", data / "out", "--draws", 1]
     (data / "out").mkdir()
     token = run_lock.lock(data / "out", 60, pid=os.getpid())
-    assert run(*words) == 43
+    assert run("--data", data / "data", *WORDS, "--out", data / "out") == 43
     assert "is in use by process" in capsys.readouterr().err
     run_lock.unlock(data / "out", token)
-    assert run(*words) == 0
 
 
 def test_a_network_that_has_not_learned_to_recover_is_named(data, model, capsys):
     content = checkpoint.load(model)
     content["config"] |= {"loss.dist": 0.0, "loss.ang": 0.0}
     checkpoint.save(data / "registers", "000001_demo_om_net.pth", content)
-    words = ["--image", data / "data/imagesTr/s_001.nii.gz", "--draws", 1]
-    registers = ["--model", data / "registers/000001_demo_om_net.pth"]
+    image, registers = data / "data/imagesTr/s_001.nii.gz", ["--model", data / "registers/000001_demo_om_net.pth"]
     target = ["--target", data / "data/imagesTr/s_002.nii.gz"]
-    for number, (more, warned) in enumerate(((["--model", model], False), (registers, True),
-                                             ([*registers, *target], False), (["--model", "none"], False))):
-        assert run(*words, *more, "--out", data / f"recovers {number}") == 0
-        assert ("was not trained to recover" in capsys.readouterr().err) == warned
+    for more, warned in ((["--model", model], False), (registers, True), ([*registers, *target], False),
+                         (["--model", "none"], False)):
+        assert ("was not trained to recover" in said_before(capsys, "--image", image, *more)) == warned
