@@ -58,28 +58,25 @@ def write_subject(folder, number, affine=OBLIQUE, shape=SHAPE):
     return folder
 
 
-def write_both(folder):
-    for number, affine in ((1, OBLIQUE), (2, FLIPPED)):
-        write_subject(folder / "data", number, affine)
-    return folder
-
-
 def run(*words):
     return OM_augment.main([str(word) for word in words])
 
 
-@pytest.fixture
-def data(tmp_path):
-    """Two subjects on two grids, s_001 and s_002, in the folder data."""
-    return write_both(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
-    """The same with three copies of each in the folder out; to be read only."""
-    folder = write_both(tmp_path_factory.mktemp("copies"))
+    """Two subjects on two grids, s_001 and s_002, in the folder data, three copies of each in out; to be read only."""
+    folder = tmp_path_factory.mktemp("copies")
+    for number, affine in ((1, OBLIQUE), (2, FLIPPED)):
+        write_subject(folder / "data", number, affine)
     assert run("--data", folder / "data", *WORDS, "--out", folder / "out", "--draws", 3) == 0
     return folder
+
+
+@pytest.fixture
+def data(copies, tmp_path):
+    """The two subjects in a folder data that may be changed."""
+    shutil.copytree(copies / "data", tmp_path / "data")
+    return tmp_path
 
 
 def said_before(capsys, *words):

@@ -467,24 +467,19 @@ def test_a_failed_pair_is_told_everywhere_and_ends_a_strict_run(place, tmp_path,
     assert re.search("error: noise to .*: failed, .*still differ strongly", capsys.readouterr().err)
 
 
-def broken(place, folder, kind):
-    """A volume that is bad in one way."""
-    path, good = folder / f"{kind}.nii.gz", image(place, "b_0002")
-    array = nibabel.load(good).get_fdata().astype(np.float32)
-    if kind == "truncated":
-        path.write_bytes(good.read_bytes()[:3000])
-    elif kind != "missing":
-        write_volume(path, array[:, :, 0] if kind == "slice" else np.where(array > 500, np.nan, array), np.eye(4))
+def truncated(place, folder):
+    """A volume whose file ends early."""
+    path = folder / "truncated.nii.gz"
+    path.write_bytes(image(place, "b_0002").read_bytes()[:3000])
     return path
 
 
-@pytest.mark.parametrize("kind, words", [
-    ("missing", "missing.nii.gz: no such file"), ("truncated", "truncated.nii.gz: (truncated|not a readable)"),
-    ("nan", "nan.nii.gz: .* are NaN"), ("slice", "a_0001.nii.gz is 3D and .*slice.nii.gz is 2D")])
-def test_bad_volumes(place, tmp_path, capsys, kind, words):
-    refused(capsys, words, "--fixed", image(place, "a_0001"), "--moving", broken(place, tmp_path, kind), "--out",
-            tmp_path / "out", "--device", "cpu")
-    assert not list((tmp_path / "out").glob("*.nii.gz"))
+def test_bad_volumes(place, tmp_path, capsys):
+    for moving, words in ((tmp_path / "missing.nii.gz", "missing.nii.gz: no such file"),
+                          (truncated(place, tmp_path), "truncated.nii.gz: (truncated|not a readable)")):
+        refused(capsys, words, "--fixed", image(place, "a_0001"), "--moving", moving, "--out", tmp_path / "out",
+                "--device", "cpu")
+        assert not list((tmp_path / "out").glob("*.nii.gz"))
 
 
 def test_labels_that_do_not_belong_to_their_image(place, tmp_path, capsys):
@@ -569,7 +564,7 @@ def test_two_files_that_would_get_one_name_are_refused_and_replace_nothing(place
 
 def test_what_ends_a_registration_after_it_is_told_before(place, tmp_path, capsys, monkeypatch):
     """A missing package, and unequal numbers of landmarks: here the moving volume has not been read yet."""
-    words = ["--fixed", image(place, "a_0001"), "--moving", broken(place, tmp_path, "truncated"), "--device", "cpu",
+    words = ["--fixed", image(place, "a_0001"), "--moving", truncated(place, tmp_path), "--device", "cpu",
              "--out", tmp_path / "out"]
     (tmp_path / "one.csv").write_text("1,2,3\n")
     refused(capsys, "points.csv has 2 landmarks and .*one.csv has 1", *words, "--points", place / "points.csv",
@@ -660,17 +655,3 @@ def test_learn2reg_names_need_numbers_and_one_grid(place, tmp_path, capsys):
             tmp_path / "nameless.nii.gz", *words)
     refused(capsys, "--learn2reg needs both volumes on one grid", "--fixed", image(place, "a_0001"), "--moving",
             image(place, "b_0002"), *words)
-
-
-@pytest.mark.parametrize("content, words", [
-    ("not json", "not valid JSON"), ("[]", "no list of pairs"), ("{\"pairs\": 3}", "no list of pairs under pairs"),
-    ('[{"fixed": "a.nii"}]', "pair 1 has no fixed or no moving"),
-    ('[{"fixed": "a.nii", "moving": "b.nii", "mask": "c.nii"}]', "pair 1 has the unknown key mask"),
-    ('[{"fixed": 3, "moving": "b.nii"}]', "pair 1: fixed is 3, not a path"),
-    ('[{"fixed": ["a.nii", "b.nii"], "moving": "b.nii"}]', "pair 1: fixed is .'a.nii', 'b.nii'., not a path"),
-    ('[{"fixed": "a.nii", "moving": "b.nii", "name": "../x"}]', "the name ../x"),
-    ('[{"fixed": "a.nii", "moving": "b.nii"}, {"fixed": "a.nii", "moving": "b.nii"}]', "two pairs are called b_to_a")])
-def test_bad_lists(tmp_path, capsys, content, words):
-    (tmp_path / "pairs.json").write_text(content)
-    refused(capsys, f"pairs.json: .*{words}", "--pairs", tmp_path / "pairs.json", "--out", tmp_path / "out",
-            "--device", "cpu")
