@@ -14,6 +14,7 @@ With a network the working grid is its training grid; with refine.grid "own" its
 with voxels as large as those of the fixed volume. Without a network the second grid is the only one, and has larger
 voxels if there would be more than MOST_VOXELS; "own" then refines the field further, slab by slab.
 """
+import contextlib
 import dataclasses
 import math
 import numbers
@@ -403,13 +404,11 @@ def place(fixed, moving, affine, start, cfg, device, as_trained):
 
     side = outlined_side(fixed, moving, affine, cfg)
     if side:
-        try:
+        with contextlib.suppress(InputError):  # the mask may leave nothing to compare
             pair, seen, placed = aligned((outlined(fixed), moving) if side == "fixed" else (fixed, outlined(moving)))
-        except InputError:  # the mask leaves nothing to compare
-            return aligned((fixed, moving))
-        other = placed.pair["moving" if side == "fixed" else "fixed"][:1] > FOREGROUND
-        if other[placed.pair[f"{side}_mask"] == 0].sum() > BEYOND * other.sum():
-            return pair, seen, dataclasses.replace(placed, outlined=side)
+            other = placed.pair["moving" if side == "fixed" else "fixed"][:1] > FOREGROUND
+            if other[placed.pair[f"{side}_mask"] == 0].sum() > BEYOND * other.sum():
+                return pair, seen, dataclasses.replace(placed, outlined=side)
     return aligned((fixed, moving))
 
 
