@@ -124,6 +124,14 @@ def finished_run(once, data):
     return folder
 
 
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Reports have no figures: they take most of the time of a small registration or augmentation."""
+    monkeypatch.setattr("Inference.pair_figures.pair_figure", lambda pair: None)
+    monkeypatch.setattr("Inference.pair_figures.figure_png", lambda figure: b"")
+    monkeypatch.setattr("Inference.augment_report.PICTURED", 0)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is cleaned up
 # ---------------------------------------------------------------------------------------------------------------------

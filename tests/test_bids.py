@@ -12,6 +12,8 @@ from Dataloader.synthetic import make_subject
 from Inference.bids import split_name, targets, write_bids
 from Runtime.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("no_figures")
+
 
 @pytest.fixture
 def study(tmp_path):

@@ -27,6 +27,7 @@ from Runtime.errors import InputError
 from tests import tiny
 from tests.tiny import QUICK, config, final_sha256, log_lines, make_data, run_prepare
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 ROW = {"model__name": "om_net", **QUICK}
 TWO = {**ROW, "data__channels": 2}
 

@@ -25,6 +25,7 @@ from Runtime import __version__, run_lock
 from Runtime.errors import InputError
 from Study.common import volumes_of
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 FAST = ["--affine", "none", "--refine", "1", "--set", "refine.levels=1", "--no-picture", "--device", "cpu"]
 
 

@@ -30,6 +30,7 @@ from tests.test_refine import alike, refined
 from tests.test_refine import pair as known_pair
 from tests.tiny import config
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 SIZE = (30, 34, 28)
 SPACING_MM = np.diag([1.5, 1.2, 1.8, 1.0])
 

@@ -17,6 +17,7 @@ from Inference.nnunet import cases_of, names_in, regions_in, splits, write_datas
 from tests.test_nifti import OBLIQUE, make_affine, refused
 from tests.test_om_augment import WORDS
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 SHAPE = (14, 16, 12)
 FLIPPED = make_affine((1, 2, 0), (1, -1, 1), (1.3, 1.0, 0.8), (20, -10, 8))
 NAME = "Dataset501_Brains"

@@ -38,7 +38,7 @@ from tests import launching
 from tests.test_nifti import OBLIQUE, make_affine
 from tests.tiny import CONFIG, ROOT, config, run_in_little_memory, write_large
 
-DATA = ROOT.parent / "shared/data"
+pytestmark = pytest.mark.usefixtures("no_figures")
 SHAPE = (24, 28, 33)
 FLIPPED = make_affine((1, 2, 0), (1, -1, 1), (1.3, 1.0, 0.8), (20, -10, 8))
 SMALL = ["diffusion.grids=[4,8]", "data.img_size=24", "data.spacing_mm=0"]

@@ -30,6 +30,7 @@ from Runtime.files import partial_path, sha256
 from tests import tiny, warm
 from tests.test_nifti import OBLIQUE, make_affine
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 FLIPPED = make_affine((1, 0, 2), (-1, 1, -1), (1.3, 0.9, 1.1), (5, -3, 8))
 GRIDS = {"a_0001": ((22, 26, 30), OBLIQUE), "b_0002": ((28, 24, 26), FLIPPED), "c_0003": ((22, 26, 30), OBLIQUE)}
 POINTS = "x,y,z\n-3.5,2.0,1.0\n4.0,-6.0,2.5\n"
