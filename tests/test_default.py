@@ -40,7 +40,7 @@ def digest(array):
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
-def test_the_command_without_options_gives_the_same_field(place, tmp_path):
+def test_the_command_without_options_gives_the_same_field(place, tmp_path, no_figures):
     folder, found = place
     assert np.abs(found.field).max() > 0.5 and found.seconds["affine"] > 0 and found.seconds["refine"] > 0
     assert found.warnings == []

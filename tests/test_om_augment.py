@@ -1,5 +1,6 @@
 """OM_augment.py and the functions behind it: geometry, files, repeatability, the dictionary transform, bad input."""
 import csv
+import functools
 import importlib
 import json
 import os
@@ -44,6 +45,12 @@ FLIPPED = make_affine((1, 2, 0), (1, -1, 1), (1.3, 1.0, 0.8), (20, -10, 8))
 SMALL = ["diffusion.grids=[4,8]", "data.img_size=24", "data.spacing_mm=0"]
 WORDS = ["--model", "none", "--config", CONFIG, *[word for key in SMALL for word in ("--set", key)]]
 CFG = load_config(CONFIG, SMALL)
+
+
+@functools.cache
+def first_subject():
+    """Not to be changed."""
+    return make_subject(0, SHAPE)
 
 
 def write_subject(folder, number, affine=OBLIQUE, shape=SHAPE):
@@ -196,7 +203,7 @@ def test_the_deformation_is_strong_and_does_not_fold(tmp_path, capsys):
 
 
 def test_start_is_the_strength():
-    image = make_subject(0, SHAPE)["image"]
+    image = first_subject()["image"]
     means = [measure(augment(image, start=start, cfg=CFG)[2], np.eye(4))["mean"] for start in (1, 20, 50, 79)]
     assert means == sorted(means) and means[0] < 0.05 and means[-1] > 0.8
     assert np.array_equal(augment(image, cfg=CFG)[2], augment(image, start=79, cfg=CFG)[2])
@@ -636,7 +643,7 @@ def test_without_a_word_a_target_is_shown_as_in_training(data, model, capsys):
 
 
 def test_a_silent_network_leaves_the_random_deformation():
-    cfg, image = {**CFG, "run.amp": "off"}, make_subject(0, SHAPE)["image"]
+    cfg, image = {**CFG, "run.amp": "off"}, first_subject()["image"]
 
     def silent(image, t, condition):
         return torch.zeros(len(image), 3, *image.shape[2:])
@@ -652,7 +659,7 @@ def test_a_silent_network_leaves_the_random_deformation():
 # ---------------------------------------------------------------------------------------------------------------------
 
 def sample():
-    subject = make_subject(0, SHAPE)
+    subject = first_subject()
     return {"image": np.stack([subject["image"]] * 2), "label": subject["label"][None].astype(np.uint8), "name": "s"}
 
 
@@ -825,13 +832,13 @@ def test_what_does_not_fit_a_model(data, model, capsys):
     assert run("--image", image, "--model", data / "nowhere.pth", "--out", data / "out") == 43
     assert "no such model" in capsys.readouterr().err
     cfg = {**load_model(model)[1], "model.condition_type": "none"}
-    array = make_subject(0, SHAPE)["image"]
+    array = first_subject()["image"]
     with pytest.raises(InputError, match="trained without a condition"):
         augment(array, model=(load_model(model)[0], cfg), target=array)
 
 
 def test_what_the_function_refuses():
-    image = make_subject(0, SHAPE)["image"]
+    image = first_subject()["image"]
     spoilt = image.copy()
     spoilt[0, 0, 0] = np.inf
     for words, message in (

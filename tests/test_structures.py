@@ -312,7 +312,8 @@ def test_after_a_start_from_a_field_the_moving_volume_has_no_segmentation(tmp_pa
     assert "its segmentation is left out" in found.warnings[-1]
 
 
-def test_it_is_written_where_the_network_segments_and_goes_where_another_does_not(finished_run, tmp_path):
+def test_it_is_written_where_the_network_segments_and_goes_where_another_does_not(finished_run, tmp_path,
+                                                                                  no_figures):
     model = finished_run(**SHARED) / "Models/demo_om_net"
     sides = dict(zip(("fixed", "moving"), turned_pair()))
     for side, (image, affine) in sides.items():
