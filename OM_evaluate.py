@@ -17,7 +17,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from Dataloader.datalist import read_json
@@ -26,7 +25,7 @@ from Dataloader.nifti import read_field, read_header, read_label
 from Dataloader.points import read_points
 from Diffusion.metrics import spread
 from Inference.choices import LABELS
-from Inference.labels import apply_label
+from Inference.labels import apply_label, label_on
 from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.results import damage, scores_csv
 from Inference.scores import (
@@ -110,8 +109,7 @@ def score_pair(pair, dims=3, carried=None):
     if "fixed_label" in pair:
         fixed, fixed_affine = read_label(pair["fixed_label"], dims)
         if field is not None and pair.get("resample"):
-            fixed = apply_label(fixed, fixed_affine, np.zeros_like(field), affine, carried)
-            fixed_affine = affine
+            fixed, fixed_affine = label_on(fixed, fixed_affine, field.shape[1:], affine, carried), affine
         on_its_grid = pair["fixed_label"], fixed.shape, fixed_affine, "give the one for this pair"
         if field is not None:
             require_same_grid(f"{pair['field']}: it", field.shape[1:], affine, *on_its_grid)
@@ -123,12 +121,10 @@ def score_pair(pair, dims=3, carried=None):
                         "registration did.")
             elif pair.get("resample"):
                 shape, image_affine = read_header(pair["resample"], dims)
-                moving = apply_label(moving, own, np.zeros((dims, *shape), np.float32), image_affine, carried)
-                own = image_affine
-            zero = np.zeros((dims, *fixed.shape), np.float32)
-            for suffix, each in (("_before", zero), ("", field)):
-                if each is not None:
-                    label_maps[suffix] = apply_label(moving, own, each, fixed_affine, carried)
+                moving, own = label_on(moving, own, shape, image_affine, carried), image_affine
+            label_maps["_before"] = label_on(moving, own, fixed.shape, fixed_affine, carried)
+            if field is not None:
+                label_maps[""] = apply_label(moving, own, field, fixed_affine, carried)
         if "warped_label" in pair:
             label_maps[""], own = read_label(pair["warped_label"], dims)
             require_same_grid(f"{pair['warped_label']}: it", label_maps[""].shape, own, *on_its_grid)

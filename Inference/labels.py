@@ -87,6 +87,11 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     return warped
 
 
+def label_on(label, affine, shape, onto, labels):
+    """A label map on another grid, (*shape) with the 4x4 affine `onto`, as the headers place both: `apply_label`."""
+    return apply_label(label, affine, np.zeros((len(shape), *shape), np.float32), onto, labels)
+
+
 def carry(array, affine, field, fixed_affine, mode):
     """An image (mode "bilinear") or a label map ("smooth", "nearest") warped by `apply_field` or `apply_label`."""
     if mode == "bilinear":

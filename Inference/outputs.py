@@ -23,7 +23,7 @@ from Dataloader.transforms import write_field_h5, write_matrix
 from Dataloader.volume import read_source
 from Diffusion.fields import jacobian_determinant
 from Inference.choices import IMAGES
-from Inference.labels import apply_label
+from Inference.labels import apply_label, label_on
 from Inference.pair_figures import pair_figure, read_pair, write_pair_page, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of
 from Inference.results import (
@@ -62,19 +62,17 @@ def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, N
     LABELS. picture: whether to draw one. earlier: row of an earlier registration, whose files are removed first.
     """
     fixed_label, moving_label = labels
-
-    def label_under(field):
-        """The moving label map on the fixed grid, (*fixed)."""
-        return apply_label(moving_label, result.moving.affine, field, result.fixed.affine, carried)
-
-    warped_label = None if moving_label is None else label_under(result.field)
+    fixed, affine = result.fixed, result.moving.affine
+    warped_label = None if moving_label is None else (
+        apply_label(moving_label, affine, result.field, fixed.affine, carried))
     row = {"name": pair["name"], **{key: os.path.abspath(pair[key]) for key in TO_REGISTER if key in pair},
            "folder": str(folder), **scores_of(result), "matrix": result.matrix.tolist(), "labels": {}}
     problem = "" if fixed_label is None else unscored(pair, fixed_label, moving_label)
     if moving_label is not None and fixed_label is not None and not problem:
-        row.update(label_scores({"_before": label_under(np.zeros_like(result.field)), "": warped_label}, fixed_label))
+        before = label_on(moving_label, affine, fixed.array.shape, fixed.affine, carried)
+        row.update(label_scores({"_before": before, "": warped_label}, fixed_label))
     if all(points is not None for points in points_mm):
-        row.update(point_scores(*points_mm, pair, result.field, result.fixed.affine))
+        row.update(point_scores(*points_mm, pair, result.field, fixed.affine))
     row["verdict"], row["reason"] = judge(row)
     row["warnings"] = [*row["warnings"], *said_of_labels(row)]
     if moving_label is not None and moving_label.any() and not warped_label.any():
@@ -85,7 +83,7 @@ def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, N
     remove_outputs(folder, out, earlier)
     write_pair(folder, pair, result, warped_label, points_mm[0], disp, also)
     if picture:
-        shown = read_pair(row, result.fixed.array.ndim)
+        shown = read_pair(row, fixed.array.ndim)
         write_file(folder / "picture.png", figure_png(pair_figure(shown)))
         if folder != out:  # of a list: the page of a single pair is the report
             write_pair_page(folder, row, shown)

@@ -31,7 +31,7 @@ from Dataloader.volume import dims_of, shape_of
 from Diffusion.metrics import folding_percent
 from Inference.bids import drop_copies, require_own_bids, require_own_names, write_bids
 from Inference.choices import is_list
-from Inference.labels import apply_field, apply_label, carry
+from Inference.labels import apply_field, carry, label_on
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import disp_name, disp_names, make_folder, write_row, write_warped
 from Inference.pair_figures import means, write_report
@@ -247,7 +247,7 @@ def read_own_label(pair, side, dims, args):
     if not any(overlap_percent(*one, *other, np.eye(4)) for one, other in (grids, grids[::-1])):
         raise InputError(f"{path}: the label lies outside its image {image}; give the one that belongs to it.")
     if args.resample_labels:
-        return apply_label(label, affine, np.zeros((dims, *shape), np.float32), image_affine, args.labels)
+        return label_on(label, affine, shape, image_affine, args.labels)
     require_same_grid(f"{path}: the label", label.shape, affine, f"its image {image}", shape, image_affine,
                       "--resample-labels resamples it to that grid")
     return label
