@@ -500,7 +500,6 @@ def test_affine_alignment_begins_where_the_start_says():
     (np.random.default_rng(0).random((8, 9, 2)), None, {}, "fixed: shape .8, 9, 2. has fewer than 4 voxels"),
     (None, None, {"start": "middle"}, "start must be auto, header, centre or a 4x4 matrix, not 'middle'"),
     (None, None, {"start": np.zeros((4, 4))}, "invertible 4x4 matrix"),
-    (None, None, {"affine": "similarity"}, "affine must be True, rigid, affine or False, not 'similarity'"),
     (None, None, {"config": tiny.config(model__dims=2)}, "are 3D, but the model, or --dims, is 2D")])
 def test_bad_input_is_one_sentence(fixed, moving, more, words):
     good = np.random.default_rng(1).random((8, 9, 10))
