@@ -127,6 +127,7 @@ def finished_run(once, data):
 @pytest.fixture
 def no_figures(monkeypatch):
     """Reports have no figures: they take most of the time of a small registration or augmentation."""
+    import Inference.outputs  # noqa: F401  first: the pictures of pairs are drawn by what it has taken from there
     monkeypatch.setattr("Inference.pair_figures.pair_figure", lambda pair: None)
     monkeypatch.setattr("Inference.pair_figures.figure_png", lambda figure: b"")
     monkeypatch.setattr("Inference.augment_report.PICTURED", 0)
