@@ -98,7 +98,7 @@ def _read_items(root, channels):
             return _from_json(path), [], []
         inner = ["imagesTr"] if (root / "imagesTr").is_dir() else []
         if not inner and (here := Folder(root)).label_folders:
-            inner = [name for name in sorted(here.folders) if name.lower() in IMAGE_FOLDERS]
+            inner = [name for name in sorted(here.entries) if name.lower() in IMAGE_FOLDERS]
         paths, passed = _volumes_under(root / inner[0] if inner else root)
         return *_from_paths(root, paths, channels), passed
     if not root.exists():  # a pattern
@@ -259,21 +259,26 @@ GRID = re.compile(r"_((?:space|res)-[A-Za-z0-9]+)")  # entities that must be tho
 class Folder:
     """A folder, listed once: checking file by file is slow on a network disk.
 
-    path: of the folder. is_there: whether it exists. files, folders: names in it; empty if it cannot be read.
+    path: of the folder. is_there: whether it exists. entries: {name: os.DirEntry}, empty if it cannot be read.
     """
 
     def __init__(self, path):
-        self.path, self.is_there, self.files, self.folders = path, True, set(), set()
+        self.path, self.is_there, self.entries = path, True, {}
         try:
             with os.scandir(path) as entries:
-                for entry in entries:
-                    with contextlib.suppress(OSError):  # of a link that leads in a circle
-                        if entry.is_file():
-                            self.files.add(entry.name)
-                        elif entry.is_dir():
-                            self.folders.add(entry.name)
+                self.entries = {entry.name: entry for entry in entries}
         except (OSError, ValueError):
             self.is_there = os.path.isdir(path)
+
+    @functools.cached_property
+    def files(self):
+        """Names of the files in it. Each link costs a call to the disk."""
+        found = set()
+        for name, entry in self.entries.items():
+            with contextlib.suppress(OSError):  # of a link that leads in a circle
+                if entry.is_file():
+                    found.add(name)
+        return found
 
     @functools.cached_property
     def volumes(self):
@@ -295,14 +300,15 @@ class Folder:
     @functools.cached_property
     def label_folders(self):
         """The folders of label maps, see LABEL_FOLDERS, the most telling names first."""
-        names = [name for name in self.folders if name.lower() in LABEL_FOLDERS]
-        return [self.path / name for name in sorted(names, key=lambda name: (LABEL_FOLDERS.index(name.lower()), name))]
+        names = [name for name in self.entries if name.lower() in LABEL_FOLDERS]
+        names.sort(key=lambda name: (LABEL_FOLDERS.index(name.lower()), name))
+        return [self.path / name for name in names if os.path.isdir(self.path / name)]
 
     @functools.cached_property
     def holds_results(self):
-        """Whether these programs have written their results into it."""
-        return any(names <= self.files for names in OWN_RESULTS) or (
-            "parts" in self.folders and any(self.path.glob(PART_RESULTS)))
+        """Whether these programs have written their results into it, whose content DataLad may lack here."""
+        return any(names <= self.entries.keys() for names in OWN_RESULTS) or (
+            "parts" in self.entries and any(self.path.glob(PART_RESULTS)))
 
     @functools.cached_property
     def holds_one_scan(self):

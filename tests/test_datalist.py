@@ -1,4 +1,6 @@
+import contextlib
 import csv
+import errno
 import json
 import os
 import re
@@ -593,6 +595,9 @@ def test_a_segmentation_belongs_to_the_image_of_its_space(tmp_path):
 def test_a_bids_root_from_datalad_has_each_image_once(tmp_path):
     for folder in ("sub-01/anat", "derivatives/fs/sub-01/anat", "sourcedata/sub-01", ".git/annex/objects/x"):
         write(tmp_path / folder / "sub-01_T1w.nii.gz")
+    write(tmp_path / "registered/sub-01_to_F/warped.nii.gz")
+    for name in ("results.json", "results.csv"):
+        (tmp_path / "registered" / name).symlink_to("../.git/annex/objects/y/gone")
     assert [item["image"] for item in read_datalist(tmp_path)] == [tmp_path / "sub-01/anat/sub-01_T1w.nii.gz"]
     assert len(read_datalist(tmp_path / "derivatives")) == 1, "named itself it is read"
     (tmp_path / "sub-02_T1w.nii.gz").symlink_to(".git/annex/objects/y/gone.nii.gz")
@@ -606,6 +611,25 @@ def test_linked_folders_are_found_and_a_circle_of_links_ends(tmp_path):
     (tmp_path / "data/sub-01/all").symlink_to("..")
     (tmp_path / "data/sub-01/itself").symlink_to("itself")  # it once hid all volumes beside it
     assert told(read_datalist(tmp_path / "data"), "id") == [("sub-01_T1w",), ("sub-02_T1w",)]
+
+
+def test_images_on_a_disk_that_is_not_there_are_missed(tmp_path):
+    make(tmp_path, "template.nii.gz labels/a.nii.gz")
+    (tmp_path / "images").symlink_to("/nowhere/images")
+    with refused("images: this folder cannot be read"):
+        read_datalist(tmp_path)
+
+
+def test_files_of_a_folder_whose_listing_breaks_off_are_found(tmp_path, monkeypatch):
+    def entries(folder):
+        yield from list(scandir(folder))[:1]
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    make(tmp_path, "imagesTr/a.nii.gz imagesTr/b.nii.gz labelsTr/a.nii.gz labelsTr/b.nii.gz")
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: contextlib.nullcontext(entries(folder))
+                        if os.path.basename(folder) == "labelsTr" else scandir(folder))
+    assert all(item["label"] for item in read_datalist(tmp_path))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="neither such names nor /dev/full are everywhere")
