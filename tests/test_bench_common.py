@@ -1,5 +1,7 @@
 """What a resumed benchmark takes from an earlier run: nothing that other code or other data has made."""
+import runpy
 import subprocess
+import sys
 import types
 
 import bench_augment
@@ -10,6 +12,8 @@ import common
 import numpy as np
 import pytest
 import torch
+
+from tests import tiny
 
 
 @pytest.fixture
@@ -116,3 +120,8 @@ def test_a_resumed_comparison_takes_no_network_of_other_code_data_or_threads(tmp
         monkeypatch.setattr(bench_registration, "our_commit", lambda *more, args=args: args.commit)
         bench_registration.our_model("net", args)
         assert len(trained) == (1, 1, 2)[number - 1]
+
+
+def test_a_benchmark_on_a_cluster_needs_no_pytest(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    assert runpy.run_path(tiny.__file__)["begin"]

@@ -23,6 +23,7 @@ from Diffusion.networks import NETWORKS, build_network
 from Inference.augmentation import augment as deformed_copy
 from Inference.load_model import load_model
 from Inference.registration import register
+from OM_prepare import sample_of
 from Runtime.errors import InputError
 from tests import tiny
 from tests.tiny import QUICK, config, final_sha256, log_lines, make_data, run_prepare
@@ -197,6 +198,8 @@ def test_a_cache_gives_back_each_channel(data, tmp_path):
     cfg, command = config(data, **TWO, **changes), options(data, tmp_path, **changes)
     assert run_prepare(command) == 0
     train, _, _ = read_datasets(cfg)
+    shown = sample_of(tmp_path / "cache", train.items, 2)
+    assert {image.shape for _, image, _ in shown} == {tuple(cfg["data.img_size"])}, "the page shows the first channel"
     item = next(item for item in read_datalist(data / "data", channels=2) if item["id"] == train.items[3]["id"])
     prepared = on_grid(item, cfg)
     assert train.image(3).shape == (2, 8, 8, 8) and np.array_equal(train.image(3), prepared["image"])

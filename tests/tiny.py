@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from Dataloader.dataset import epoch_batches
@@ -89,6 +88,8 @@ def make_data(folder, count=8, size=16, dims=3):
 def run_prepare(words, page=False, workers=False):
     """OM_prepare.py with this command line, in this process, without its page and workers: those take most of a short
     run. Returns: its exit code."""
+    import pytest  # here, because the benchmarks and faults of a cluster use this file without it
+
     import OM_prepare
 
     def one_by_one(function, tasks, _workers, _what, begin, arguments, meanwhile):
