@@ -51,7 +51,7 @@ asked=""
 for word in "$@"; do
     case $word in
         -h | --help)
-            sed -n '/^# Train until/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+            sed -n '/^# Train until/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"
             exit 0 ;;
         --dry-run | --preflight | --no-preflight) asked+=" $word" ;;
     esac

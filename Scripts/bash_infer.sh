@@ -27,7 +27,7 @@
 # Exit code: that of the program (0 done, 43 bad input), 43 if this command cannot run.
 set -u
 unset CDPATH PYTHONSAFEPATH  # a user's: cd would go elsewhere, and Python would not find our modules
-case ${1:-} in -h | --help) sed -n '/^#$/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case ${1:-} in -h | --help) sed -n '/^#$/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 # Paths on the command line are those of where it was typed; Slurm runs a copy of this file from its spool folder.
 root=""

@@ -33,7 +33,7 @@
 # Exit code: 0 all requested steps passed, 1 one of them failed, 43 this command cannot run.
 set -u
 unset CDPATH PYTHONSAFEPATH  # a user's: cd would go elsewhere, and Python would not find our modules
-case ${1:-} in -h | --help) sed -n '/^# Smoke/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case ${1:-} in -h | --help) sed -n '/^# Smoke/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 root=$(dirname "${BASH_SOURCE[0]}")/..
 [[ -f $root/Scripts/smoke/ladder.py ]] || root=${SLURM_SUBMIT_DIR:-.}  # sbatch runs a copy of this file
 cd "$root" || exit 43

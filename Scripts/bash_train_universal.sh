@@ -34,7 +34,7 @@ count=200 size=80 seed=0 first_epochs=2 second_epochs=6 only_print="" options=()
 workers=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)  # a Mac has no nproc, no realpath -m and no stat -c
 while (($#)); do
     case $1 in
-        --help) sed -n '2,/^set -u/{/^set -u/!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --help) sed -n '2,/^set -u/{/^set -u/!s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
         --print) only_print=yes ;;
         --) shift; options=("$@"); break ;;
         --folder | --count | --size | --seed | --workers | --first-epochs | --second-epochs | --into)

@@ -134,6 +134,12 @@ def test_the_script_knows_folders_and_cores_where_the_tools_are_those_of_a_mac(t
     assert printed[-2][-1] == f"{tmp_path}/net.safetensors"
 
 
+def test_the_help_of_every_script_is_printed_by_a_macs_sed_too():
+    """It takes a } right after a substitution for a flag of it."""
+    scripts = [ROOT / "bash_train_multi_nodes.sh", *(ROOT / "Scripts").glob("*.sh")]
+    assert not [script.name for script in scripts if "p}'" in script.read_text()]
+
+
 @pytest.mark.parametrize("ranks, said", [("", "torch cannot count the devices"), ("0", "RANKS=0: give the number"),
                                          ("two", "RANKS=two: give the number")])
 def test_a_script_that_does_not_know_its_number_of_ranks_says_so_in_one_sentence(ranks, said):
