@@ -38,8 +38,8 @@ MARGIN = 16  # voxels around the grid in which a field goes on, more than it mov
 
 def jacobian(args):
     """`omnimorph jacobian`; returns the exit code."""
-    scans = common.volumes_of(args.scans) if args.scans else []
-    if bool(args.results) == bool(scans) or len(scans) == 1:
+    scans = common.volumes_of(args.scans) if args.scans and not args.results else []
+    if bool(args.results) == bool(args.scans) or len(scans) == 1:
         raise InputError("give either --results, or --scans with two or more scans of one subject.")
     if args.results and (args.affine != "rigid" or args.similarity):
         raise InputError("--affine and --similarity are for --scans: --results are registered already; leave them out.")

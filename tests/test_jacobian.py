@@ -112,7 +112,8 @@ def test_results_of_two_templates_are_refused(results, capsys):
     (place / "reg/results.json").write_text(json.dumps(content))
     assert run("--results", place / "reg", "--out", place / "out") == 43
     assert "maps are compared on one grid" in capsys.readouterr().err
-    assert run("--out", place / "out") == 43 and "give either --results" in capsys.readouterr().err
+    for words in ((), ("--results", place / "reg", "--scans", place / "nowhere.nii.gz")):
+        assert run(*words, "--out", place / "out") == 43 and "give either --results" in capsys.readouterr().err
     for words in (("--affine", "affine"), ("--similarity", "mind")):
         assert run("--results", place / "reg", *words, "--out", place / "out") == 43
         assert "--affine and --similarity are for --scans" in capsys.readouterr().err
