@@ -28,9 +28,11 @@ def read_manifest(run):
     for name, entry in entries.items():
         if any(type(entry.get(key, kind())) is not kind for key, kind in KINDS.items()):
             raise ValueError(f"the entry of {name} is damaged")
-    if best is not None and not (type(best["value"]) in (int, float) and isinstance(best["metric"], str)
-                                 and best["checkpoint"] in entries):
-        raise ValueError("its best checkpoint is none")
+    scores = [entry["score"] for entry in entries.values() if "score" in entry]
+    for score in scores if best is None else [best, *scores]:
+        if not (type(score["value"]) in (int, float) and isinstance(score["metric"], str)
+                and score["checkpoint"] in entries):
+            raise ValueError("its best checkpoint is none" if score is best else "a score is damaged")
     if pending and damage(run / pending["checkpoint"], pending["entry"]) is None:
         entries[pending["checkpoint"]] = pending["entry"]
         best = pending["best"] or best
