@@ -410,6 +410,18 @@ def test_an_srun_whose_step_does_not_begin_ends_with_its_round(tmp_path, monkeyp
     assert launcher.run_step(["--config", "x.yaml"]) == 137 and time.monotonic() - began < 20
 
 
+def test_a_log_of_an_earlier_attempt_is_no_sign_of_life(tmp_path, monkeypatch):
+    """A rank that hangs before it has begun its log is for the launcher to end."""
+    monkeypatch.setenv("OMNIMORPH_RUN", str(tmp_path))
+    assert not launcher.has_spoken(), "nor is a folder that does not answer"
+    for file, second in (("attempts.jsonl", 100), ("rank0.jsonl", 100), ("rank1.jsonl", 99), ("verdict.json", 101)):
+        (tmp_path / file).touch()
+        os.utime(tmp_path / file, (second, second))
+    assert not launcher.has_spoken()
+    os.utime(tmp_path / "rank1.jsonl", (101, 101))
+    assert launcher.has_spoken()
+
+
 @pytest.mark.parametrize("python, said", [("/nowhere/python", "lacks Python"), ("{bare} -S", "lacks torch")])
 def test_an_interpreter_without_what_is_needed_is_one_sentence(tmp_path, python, said):
     """Found out by a round, it would be tried for ten minutes with a traceback every five seconds."""

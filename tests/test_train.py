@@ -650,7 +650,8 @@ def test_pair_list_is_followed(data, tmp_path, capsys):
     listed = read_datasets(config(data, data__pair_list=pairs))[2]
     assert listed == [(4, 1)] * 3
     words = "--max-steps-before-restart", "4"
-    assert train(data, tmp_path / "alone", *words, data__pair_list=pairs, **ALONE) == 42, "mode 1 alone takes no pairs"
+    assert train(data, tmp_path / "alone", *words, data__pair_list=pairs, **ALONE) == 42
+    assert not log_lines(tmp_path / "alone", "epoch"), "mode 1 alone takes no pairs"
     assert "pairs for" not in capsys.readouterr().out
 
 
