@@ -676,13 +676,13 @@ def solve(net, placed, fixed, moving, refine, cfg, began, device, progress, know
                             np.linalg.inv(placed.matrix @ placed.work_affine) @ known.affine)
         field = torch.from_numpy(field)[None].to(device)
     if net is not None:
-        began, seen = time.perf_counter(), cfg["data.channels"]
+        started, seen = time.perf_counter(), cfg["data.channels"]
         with torch.no_grad():
             parts = segmented(net, pair["moving"][:, :seen], pair["fixed"][:, :seen], cfg)
             field = best_field(net, *parts, cfg)
         structures = torch.cat(parts)[:, seen:] if cfg["model.structures"] else None
         synchronize(device)
-        seconds["network"] = time.perf_counter() - began
+        seconds["network"] = time.perf_counter() - started
     if net is not None and refine and cfg["refine.grid"] == "own":  # with voxels as small as those of the files
         own = align(fixed, moving, False, placed.matrix, cfg, device)
         change, size = np.linalg.inv(placed.work_affine) @ own.work_affine, own.pair["fixed"].shape[1:]
@@ -692,10 +692,10 @@ def solve(net, placed, fixed, moving, refine, cfg, began, device, progress, know
                                      pair=own.pair)
         pair = _on_device(placed.pair, device)
     if refine:
-        began = time.perf_counter()
+        started = time.perf_counter()
         field, smoothing = optimise({**pair, "structures": structures}, field, refine, cfg, progress)
         synchronize(device)
-        seconds["refine"] = time.perf_counter() - began
+        seconds["refine"] = time.perf_counter() - started
     if field is None:
         field = torch.zeros(1, fixed.array.ndim, *pair["fixed"].shape[2:])
     if not bool(torch.isfinite(field).all()):
