@@ -78,7 +78,8 @@ def stage(folder, manifest, place, show=True):
         elif handle:
             handle.close()
         target = copy_of(manifest, parent)  # another user may have taken the name meanwhile
-    if wrong := wrong_files(file_sizes(target), manifest["files"]):
+    wrong = wrong_files(file_sizes(target), manifest["files"])
+    if wrong:
         raise InputError(f"data.stage {place}: {next(iter(wrong))} of the copy is missing or incomplete; remove "
                          f"{target} and start again.")
     return target
