@@ -190,7 +190,8 @@ sys.exit({program}.main(sys.argv[1:]))"""
 def run_in_little_memory(program, *words):
     """Run a program, by its module's name, that may map only 400 MiB beyond its imports, as a process of its own.
 
-    A process that has run other programs keeps memory of theirs. Returns: the CompletedProcess.
+    A process that has run other programs keeps memory of theirs. With one thread: where the stack of another one does
+    not fit, libgomp ends the process. Returns: the CompletedProcess.
     """
     return subprocess.run([sys.executable, "-c", LITTLE_MEMORY.format(program=program), *map(str, words)], cwd=ROOT,
-                          capture_output=True, text=True)
+                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
