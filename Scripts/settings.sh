@@ -11,7 +11,8 @@ forget_other_jobs() {  # sbatch passes on the variables of a job in which it is 
     shown=$(timeout 30 scontrol show job -o "$SLURM_JOB_ID" 2> /dev/null | grep "^JobId=$SLURM_JOB_ID ") || return
     [[ $shown == *" ArrayJobId=${SLURM_ARRAY_JOB_ID:-none} "* ]] || unset "${!SLURM_ARRAY_@}"
     [[ $shown == *" Restarts=0 "* ]] && unset SLURM_RESTART_COUNT
-    timeout 30 scontrol show step -o "$SLURM_JOB_ID.${SLURM_STEP_ID:-}" 2> /dev/null | grep -q StepId= ||
+    [[ -z ${SLURM_STEP_ID:-} ]] && return
+    timeout 30 scontrol show step -o "$SLURM_JOB_ID.$SLURM_STEP_ID" 2> /dev/null | grep -q StepId= ||
         unset SLURM_STEP_ID
 }
 

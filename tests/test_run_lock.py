@@ -196,7 +196,7 @@ SQUEUE = {"RUNNING": ("RUNNING", "", 0), "SUSPENDED": ("SUSPENDED", "", 0), "COM
 
 @pytest.fixture
 def slurm(tmp_path_factory, monkeypatch):
-    """Puts an squeue on PATH that answers as told, unless a filter of the user's, who has one, reaches it."""
+    """An squeue on PATH that answers as told. It lists no job if it sees the filter that this user has set."""
     folder = tmp_path_factory.mktemp("bin")
     for name in ("SLURM_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"):
         monkeypatch.delenv(name, raising=False)
