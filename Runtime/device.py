@@ -34,7 +34,7 @@ def pick_device(name, local_rank=0):
         return name
     if not isinstance(name, str):
         raise InputError(f"device: give auto, cpu, cuda, xpu or a torch.device, not {name!r}.")
-    if name in ("auto", "xpu") and not dist.is_backend_available("xccl"):
+    if name in ("auto", "xpu") and not (dist.is_available() and dist.is_backend_available("xccl")):
         load_intel_packages(name == "xpu")
     if ":" in name:
         raise InputError(f"run.device: {name} names one device; give its kind alone, and choose the device by "

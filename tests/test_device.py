@@ -133,6 +133,13 @@ def test_intel_gpus_take_xccl_before_ccl(monkeypatch):
     assert backend(XPU) == "ccl"
 
 
+def test_a_torch_without_distributed_has_devices(monkeypatch):
+    """As in AMD's wheels for Windows."""
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    monkeypatch.delattr(dist, "is_backend_available")
+    assert pick_device("auto").type in ("cpu", "cuda")
+
+
 def test_a_gpu_that_torch_has_no_code_for_is_left_to_the_cpu(monkeypatch, capsys):
     def refuse(*given, **more):
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
