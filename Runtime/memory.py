@@ -91,10 +91,11 @@ def measure(device, limit_bytes=0):
     used = host_free = device_free = reserved = allocated = None
     if sys.platform == "linux":
         used = _host_used()
-        room = [1024 * _number("MemAvailable", "/proc/meminfo"), *_room_in_groups()]
+        available = _number("MemAvailable", "/proc/meminfo") or _number("MemFree", "/proc/meminfo")  # WSL 1: not both
+        room = [1024 * available, *_room_in_groups()] if available else _room_in_groups()
         if limit_bytes > 0:
             room.append(limit_bytes - used)
-        host_free = min(room)
+        host_free = min(room, default=None)
     if device.type != "cpu":
         module = torch.get_device_module(device)
         reserved, allocated = module.memory_reserved(device), module.memory_allocated(device)

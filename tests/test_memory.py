@@ -270,3 +270,14 @@ def test_processes_that_end_while_they_are_counted():
     finally:
         crowd.kill()
         crowd.wait()
+
+
+@linux
+@pytest.mark.parametrize("missing, known", [("MemAvailable", True), ("MemAvailable|MemFree", False)])
+def test_a_kernel_that_does_not_tell_its_free_memory_is_not_full(missing, known, monkeypatch):
+    """WSL 1 has no MemAvailable."""
+    meminfo, read = re.sub(rf"(?m)^({missing}):.*\n", "", memory._read("/proc/meminfo")), memory._read
+    monkeypatch.setattr(memory, "_read", lambda path: meminfo if path == "/proc/meminfo" else read(path))
+    monkeypatch.setattr(memory, "_room_in_groups", lambda: [])
+    free = measure(CPU)["host_free"]
+    assert free > MIB if known else free is None
