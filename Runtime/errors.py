@@ -106,7 +106,10 @@ class Unbreakable:
 
 
 def take_all_names():
-    """Standard output replaces what its encoding lacks, as standard error does, so that no name ends the program."""
+    """Standard output replaces what its encoding lacks, as standard error does, so that no name ends the program. What
+    is closed, as for pythonw.exe, leads nowhere.
+    """
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w", errors="replace") for stream in (sys.stdout, sys.stderr))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -116,12 +119,12 @@ def unbreakable_output():
     """Around a training: its output, which may go to a full disk, must not end it."""
     take_all_names()
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and Unbreakable(stream) for stream in streams)  # None where it is closed
+    sys.stdout, sys.stderr = map(Unbreakable, streams)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = streams
-        for stream in filter(None, streams):
+        for stream in streams:
             try:
                 stream.flush()
             except OSError:  # Python would try again when it ends, and exit with 120
@@ -159,7 +162,7 @@ def run_program(run, args, out=None):
         print(f"error: {code}", file=sys.stderr)
     except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it at exit
-        return 128 + signal.SIGPIPE
+        return 128 + getattr(signal, "SIGPIPE", 13)  # Windows has none
     except OSError as error:
         path = str(error.filename2 or error.filename or out)
         out, where = os.path.abspath(out), os.path.abspath(path)

@@ -105,6 +105,14 @@ def test_a_name_that_standard_output_cannot_encode_ends_no_training():
     assert (found.returncode, found.stdout) == (0, "volumes added: 1 (caf\\udce9_7)\n"), found.stderr
 
 
+def test_a_program_without_any_output_runs():
+    """As under pythonw.exe."""
+    program = ("import argparse, sys\nsys.stdout = sys.stderr = None\nfrom tqdm import tqdm\n"
+               "from Runtime.errors import run_program\n"
+               "sys.exit(run_program(lambda args: [None for _ in tqdm([1])] and 7, argparse.Namespace(out='x')))")
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 7
+
+
 @pytest.mark.parametrize("kind", [InputError, MemoryShort])
 def test_a_sentence_cannot_move_the_cursor_or_break_its_line(kind):
     assert str(kind("bad name \x1b[2J\r of caf\udce9\ngrüße")) == "bad name \\x1b[2J\\r of caf\\udce9\ngrüße"
