@@ -171,13 +171,13 @@ def register_all(args):
         rows, failed = do_all(home, tasks, register_pair, settings, args.workers, again=args.again,
                               resumes=is_list(args), begin=functools.partial(begin_worker, args), beside=others)
         rows = judge_list(rows)
-        if rows:
-            page, table = write_report(home, rows, failed, how_registered(args), cfg["model.dims"])
-            print(f"{table}\n\nreport: {page.resolve()}")
-            print(json.dumps(means(rows, failed)))
+        page, table = write_report(home, rows, failed, how_registered(args), cfg["model.dims"]) if rows else (None, "")
         write_results(home, rows, failed, settings, complete=True)
         if "bids" in args.also:
             write_bids(out)
+    if rows:
+        print(f"{table}\n\nreport: {page.resolve()}")
+        print(json.dumps(means(rows, failed)))
     for entry in failed:
         print(f"error: {entry['name']}: {entry['reason']}" if is_list(args) else f"error: {entry['reason']}",
               file=sys.stderr)
