@@ -21,7 +21,7 @@ from pathlib import Path
 from Dataloader.formats import PICTURES, is_series, made_grey
 from Dataloader.nifti import NIFTI, SUFFIXES, ends_in, open_nifti, read_header
 from Runtime.errors import InputError
-from Runtime.files import as_stored, no_name_twice
+from Runtime.files import as_stored, no_name_twice, unfit_for_a_file
 
 
 def read_datalist(root, dims=3, ids="", channels=1):
@@ -119,7 +119,7 @@ def list_file(root):
     if not root.is_dir():
         return root if root.is_file() else None
     # Learn2Reg names its list after the task: OASIS_dataset.json.
-    lists = [root / "dataset.json"] if (root / "dataset.json").is_file() else sorted(root.glob("*_dataset.json"))
+    lists = [root / "dataset.json"] if (root / "dataset.json").is_file() else sorted(root.glob("[!.]*_dataset.json"))
     if len(lists) > 1:
         raise InputError(f"{root}: the folder has two lists, {lists[0].name} and {lists[1].name}; give one of "
                          "these files instead of the folder.")
@@ -421,7 +421,7 @@ def _from_paths(root, paths, channels):
                 item["label"] = None
     set_apart(items, root)
     for folder in set(itertools.chain(*places.values())):
-        found.update(folder / name for name in listed(folder).files if ends_in(name, SUFFIXES))
+        found.update(folder / name for name in listed(folder).volumes)
     used = {item["label"] for item in items}
     return items, sorted(path for path in found - used if not re.search("probseg", path.name, re.I))
 
@@ -540,7 +540,7 @@ def _from_nnunet(path, content):
         raise InputError(f"{path}: channel_names {names} and file_ending {ending} are not those of nnU-Net; "
                          "correct them.")
     items, listed = [], functools.cache(Folder)
-    for name in sorted(listed(path.parent / "imagesTr").files):
+    for name in listed(path.parent / "imagesTr").volumes:
         match = re.fullmatch(rf"(.+)_(\d{{4}}){re.escape(ending)}", name)
         if not match:
             continue
@@ -609,8 +609,8 @@ def _from_csv(path):
     for where, entry in entries:
         if "image" not in entry:
             raise InputError(f"{where}: no image path; fill the cell or remove the row.")
-        if "/" in entry.get("id", ""):
-            raise InputError(f"{where}: the id {entry['id']} contains a slash, which a file name cannot; choose "
+        if unfit := unfit_for_a_file(entry.get("id", "")):
+            raise InputError(f"{where}: the id {entry['id']} contains {unfit}, which a file name cannot; choose "
                              "another.")
     return _listed_items(path, entries)
 

@@ -139,7 +139,7 @@ def write_report(folder, rows, failed, lead, dims):
 
 
 def link(path, folder):
-    """The address of a file for a page in `folder`."""
+    """A path as seen from `folder`, with slashes on every system: the address of a file in a page."""
     return Path(os.path.relpath(path, folder)).as_posix()
 
 

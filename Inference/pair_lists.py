@@ -4,7 +4,6 @@ A list is Learn2Reg JSON, a plain list, a CSV table, a folder whose volumes are 
 results.json of a registration; paths are relative to the list. A training's pair list names volumes of its data set
 instead of files: Dataloader/datalist.py reads it.
 """
-import os
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from Dataloader.datalist import (
     PAIR_KEYS,
     is_one_volume,
     label_beside,
+    list_file,
     list_volumes,
     names_apart,
     pair_files,
@@ -22,7 +22,7 @@ from Dataloader.datalist import (
     without_segmentations,
 )
 from Runtime.errors import InputError
-from Runtime.files import as_stored, first_repeated
+from Runtime.files import as_stored, first_repeated, unfit_for_a_file
 
 CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_CHANNELS + 1))
             for side in ("fixed", "moving")}
@@ -64,10 +64,10 @@ def _list_of(path):
     """The pair list in a folder, or the path itself if it is no folder. Raises InputError for a folder without one."""
     if not path.is_dir():
         return path
-    lists = sorted(path.glob("*dataset.json"))
-    content = read_json(lists[0]) if len(lists) == 1 else None
+    found = list_file(path)
+    content = read_json(found) if found else None
     if isinstance(content, dict) and any(content.get(name) for name in LISTS):
-        return lists[0]
+        return found
     raise InputError(f"{path}: a folder does not define pairs; add --fixed F to register all of its volumes to F, "
                      "or list the pairs in a .csv with the columns fixed and moving.")
 
@@ -152,7 +152,7 @@ def read_pairs_to_score(path):
     keys = {"fixed_label": "fixed_label", "moving_label": "moving_label", "points": "fixed_points",
             "moving_points": "moving_points"}
     for row in entries:
-        relative = os.path.normpath(os.path.join(row["folder"], "field.nii.gz"))
+        relative = Path(row["folder"], "field.nii.gz").as_posix()
         files = {ours: Path(row[key]) for key, ours in keys.items() if key in row}
         pairs.append({"name": row["name"], **files, "field": path.parent / relative, "carried": carried,
                       "resample": Path(row["moving"]) if resampled else None,
@@ -187,9 +187,11 @@ def _pair_to_register(path, number, entry, labels):
         if label and f"{side}_label" not in entry:
             pair[f"{side}_label"] = label
     name = str(entry.get("name") or f"{volume_id(pair['moving'])}_to_{volume_id(pair['fixed'])}")
-    if "/" in name or name.startswith(".") or not name.isprintable() or name.endswith((".html", ".json", ".csv")):
+    unfit = unfit_for_a_file(name) or not name.isprintable() or name.startswith(".")
+    if unfit or name.endswith((".html", ".json", ".csv")):
         raise InputError(f"{path}: pair {number}: its folder cannot have the name {name}; leave out slashes, line "
-                         "breaks, a leading dot, and .html, .json or .csv at its end.")
+                         "breaks, a leading dot, and .html, .json or .csv at its end"
+                         + (', and on Windows \\ : * ? " < > |.' if sys.platform == "win32" else "."))
     return {"name": name, **pair}
 
 

@@ -23,7 +23,7 @@ from Dataloader.formats import digest, size_and_time
 from Dataloader.nifti import is_own_field
 from Inference.bids import is_ours
 from Inference.choices import IMAGES
-from Inference.pair_figures import PAIR_PAGE, means
+from Inference.pair_figures import PAIR_PAGE, link, means
 from Inference.scores import COLUMNS
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError, attempt, first_line
@@ -93,7 +93,7 @@ def write_results(out, rows, failed, settings, complete):
     rows: dicts with name, "folder" (stored relative to `out`), labels and scores. failed: dicts of name and reason.
     settings: what the rows depend on, plain JSON. complete: whether the run has finished.
     """
-    stored = [{**row, "folder": os.path.relpath(row["folder"], out)} for row in rows]
+    stored = [{**row, "folder": link(row["folder"], out)} for row in rows]
     content = {"version": __version__, "complete": complete, "pairs": stored, "failed": failed,
                "mean": means(rows, failed), "settings": settings}
     write_file(out / "results.json", (json.dumps(content, indent=1) + "\n").encode(errors="replace"))
@@ -197,7 +197,7 @@ def remove_outputs(folder, out, row):
 
 def file_digests(paths, out):
     """{path relative to `out`: {"bytes", "sha256"}} of files."""
-    return {os.path.relpath(path, out): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
+    return {link(path, out): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
 
 
 def damage(files, out):
@@ -231,7 +231,7 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     if resumes and not again:
         for home in beside:
             for name, row in kept_rows(read_results(home), settings, entries, home).items():
-                files = {os.path.relpath(home / file, out): entry for file, entry in row["files"].items()}
+                files = {link(home / file, out): entry for file, entry in row["files"].items()}
                 kept[name] = {**row, "folder": os.path.normpath(row["folder"]), "files": files}
         kept.update(kept_rows(earlier, settings, entries, out))
     if kept:

@@ -33,6 +33,12 @@ def as_stored(name):
     return name.casefold() if sys.platform in ("darwin", "win32") else name
 
 
+def unfit_for_a_file(name):
+    """The first character of a name that no file can have on this system, as a word; None if there is none."""
+    found = re.search(r'[\\/:*?"<>|]' if sys.platform == "win32" else "/", name)
+    return found and ("a slash" if found[0] == "/" else found[0])
+
+
 def require_file(path):
     """Raise InputError if a file is missing or may not be read; for a dangling link the sentence names its target."""
     path = Path(path)

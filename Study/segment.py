@@ -19,6 +19,7 @@ from Diffusion.metrics import average, dice
 from Inference.bids import require_own_bids, require_own_names
 from Inference.labels import apply_label, vote
 from Inference.outputs import grid_header, write_warped
+from Inference.pair_figures import link
 from Inference.results import damage, do_all, kept_rows, read_results, source_digests
 from Report.page import table_html
 from Runtime.device import pick_device
@@ -109,7 +110,7 @@ def require_uncorrected(images, out):
     rows = read_results(out)["pairs"]
     for row in (rows[item["id"]] for item in images if item["id"] in rows):
         path = Path(row["folder"]) / LABEL
-        file = os.path.relpath(path, out)
+        file = link(path, out)
         written = {file: row.get("files", {}).get(file)}
         if not written[file] or not path.is_file() or not damage(written, out):
             continue

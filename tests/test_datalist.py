@@ -14,6 +14,7 @@ import pytest
 
 from Dataloader.datalist import (
     held_out_subjects,
+    list_file,
     list_volumes,
     pair_files,
     read_datalist,
@@ -242,6 +243,19 @@ def test_a_list_named_after_its_task_is_found_in_the_folder(tmp_path):
         read_datalist(tmp_path)
     path.with_name("dataset.json").write_text(path.read_text())
     assert len(read_datalist(tmp_path)) == 2, "dataset.json is meant"
+
+
+def test_resource_forks_of_a_mac_are_no_data(tmp_path, capsys):
+    path = learn2reg(tmp_path / "l2r", ["LungCT_0001_0000.nii.gz"], {"0": "CT"}, ("image",))
+    make(tmp_path / "nnunet", "imagesTr/a_0000.nii.gz labelsTr/a.nii.gz")
+    (tmp_path / "nnunet/dataset.json").write_text('{"channel_names": {"0": "T1"}, "file_ending": ".nii.gz"}')
+    make(tmp_path / "plain", "images/a.nii.gz images/b.nii.gz labels/a.nii.gz")
+    places = [tmp_path / name for name in ("l2r", "nnunet", "plain")]
+    before = [list_volumes(place) for place in places]
+    for file in [file for file in tmp_path.rglob("*") if file.is_file()]:
+        file.with_name(f"._{file.name}").write_bytes(b"\0\5\x16\7")
+    assert [list_volumes(place) for place in places] == before and list(map(len, before)) == [1, 1, 2]
+    assert capsys.readouterr().err == "" and list_file(tmp_path / "l2r") == path
 
 
 @pytest.mark.parametrize("modality, expected", [

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from Runtime.files import is_there, partial_path, patiently, read_lines, remove_leftovers, write_file
+from Runtime.files import (
+    is_there,
+    partial_path,
+    patiently,
+    read_lines,
+    remove_leftovers,
+    unfit_for_a_file,
+    write_file,
+)
 from tests import launching
 from tests.tiny import ROOT
 
@@ -24,6 +32,14 @@ def test_bytes_text_and_functions_are_written_into_a_folder_that_is_made(tmp_pat
     write_file(path, content)
     assert path.read_bytes() == b"new"
     assert os.listdir(path.parent) == ["file.txt"]
+
+
+@pytest.mark.parametrize("system, name, found", [
+    ("linux", "T1:T2", None), ("linux", "a/b", "a slash"), ("win32", "a/b", "a slash"), ("win32", "T1:T2", ":"),
+    ("win32", r"C:\pair", ":"), ("win32", r"x\..\y", "\\"), ("win32", "what?", "?"), ("win32", "sub-01_T1 (2)", None)])
+def test_names_that_the_system_lets_no_file_have(monkeypatch, system, name, found):
+    monkeypatch.setattr(sys, "platform", system)
+    assert unfit_for_a_file(name) == found
 
 
 def test_a_writer_that_fails_leaves_the_old_content_and_no_partial_file(tmp_path):

@@ -455,3 +455,27 @@ def test_a_folder_whose_list_is_no_object_is_one_sentence(tmp_path):
     (tmp_path / "dataset.json").write_text('[{"image": "sub-00_T1w.nii.gz"}]')
     with pytest.raises(InputError, match=f"{tmp_path}: a folder does not define pairs; add --fixed F"):
         read_pairs_to_register(tmp_path)
+
+
+def test_a_list_in_a_folder_is_found_beside_a_resource_fork_of_a_mac(tmp_path):
+    for name in ("a_0001.nii.gz", "b_0002.nii.gz"):
+        write_volume(tmp_path / name, np.ones((4, 4, 4), np.uint8), np.eye(4))
+    (tmp_path / "OASIS_dataset.json").write_text(json.dumps(
+        {"registration_val": [{"fixed": "a_0001.nii.gz", "moving": "b_0002.nii.gz"}]}))
+    (tmp_path / "._OASIS_dataset.json").write_bytes(b"\0\5\x16\7")
+    assert len(read_pairs_to_register(tmp_path)) == 1
+
+
+def test_a_list_is_complete_though_nobody_reads_what_is_printed(data, tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return log.fileno()
+
+    with open(tmp_path / "log", "w") as log:
+        monkeypatch.setattr("sys.stdout", Closed())
+        code = call("--fixed", data / "sub-00_T1w.nii.gz", "--moving", data / "sub-01_T1w.nii.gz", "--out",
+                    tmp_path / "out")
+    assert code == 128 + 13 and read_results(tmp_path / "out")["complete"]
