@@ -23,7 +23,7 @@ import os
 import re
 import sys
 
-from Inference.choices import AFFINES, ALSO, LABELS, SIMILARITIES, STARTS, STEPS, is_dicom_folder, is_list
+from Inference.choices import AFFINES, ALSO, LABELS, SIMILARITIES, STARTS, STEPS, is_list
 from Runtime.errors import InputError, parse_options, run_program
 from Runtime.files import require_file
 
@@ -159,7 +159,11 @@ def check_arguments(args):
              args.initial, args.apply, *args.fixed_channels, *args.moving_channels, *args.moving_label,
              *(args.moving if args.apply or not is_list(args) else ())]
     for path in filter(None, files):
-        if not is_dicom_folder(path):
+        if os.path.isdir(path):
+            from Dataloader.formats import require_volume  # here: nibabel takes a moment
+
+            require_volume(path)
+        else:
             require_file(path)
     if args.pairs and not os.path.exists(args.pairs):
         raise InputError(f"{args.pairs}: no such list of pairs; check the path.")

@@ -19,7 +19,7 @@ import nibabel
 import numpy as np
 
 from Runtime.errors import InputError
-from Runtime.files import sha256, write_file
+from Runtime.files import require_file, sha256, write_file
 
 READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
 OTHERS = (".nii", ".gz", ".mgh", ".mgz", *READ[:-1])  # of volumes that are not DICOM
@@ -57,6 +57,16 @@ def is_series(path):
             if dicom or Path(name).suffix.lower() in OTHERS:
                 return dicom
     return False
+
+
+def require_volume(path):
+    """Raise InputError unless a path is a file or a DICOM series; for a folder of series the sentence names one."""
+    if is_series(path):
+        return
+    if series := sorted(filter(is_series, Path(path).glob("*"))):
+        raise InputError(f"{path}: a folder of DICOM series, not a series; give one of them, such as "
+                         f"{series[0].name}.")
+    require_file(path)
 
 
 def _dicom_kind(path):

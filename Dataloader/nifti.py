@@ -179,8 +179,7 @@ def open_nifti(path):
     For a file in another format it has the shape, affine and number type; the voxels come from `read_voxels`.
     """
     path = Path(path)
-    if not formats.is_series(path):
-        require_file(path)
+    formats.require_volume(path)
     if path.suffix.lower() in (".zst", ".bz2", ".xz"):
         raise InputError(f"{path}: compressed as {path.suffix}; unpack it, or store it as .nii.gz.")
     if formats.is_itk(path):

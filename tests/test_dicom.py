@@ -135,6 +135,17 @@ def test_folders_of_a_study_are_its_volumes(tmp_path, volume):
         ("ses-1", tmp_path / "sub-02/ses-1"), ("sub-01", tmp_path / "sub-01")]
 
 
+def test_a_folder_of_series_names_one_to_give(tmp_path, volume, capsys):
+    series = [write_series(tmp_path / "study" / name, volume) for name in ("CT5N", "CT2N")]
+    (tmp_path / "study/a_note").mkdir()
+    said = "study: a folder of DICOM series, not a series; give one of them, such as CT2N."
+    with pytest.raises(InputError, match=said):
+        read_header(tmp_path / "study")
+    assert OM_register.main(["--fixed", str(tmp_path / "study"), "--moving", str(series[0]), "--out",
+                             str(tmp_path / "out")]) == 43
+    assert said in capsys.readouterr().err
+
+
 def test_other_files_beside_slices_hide_no_volume(tmp_path, volume):
     folder = write_series(tmp_path / "scan", volume)
     (folder / "A note").write_text("first of the folder")
