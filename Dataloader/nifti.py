@@ -199,6 +199,9 @@ def open_nifti(path):
                 advice = "it is not compressed: rename it to end in .nii"
         if ends_in(path, formats.PICTURES):
             advice = formats.made_grey(path)
+        if ends_in(path, ".npy"):
+            advice = ('an array has no affine; give both to omnimorph.register, or save them as NIfTI: nibabel.save('
+                      f'nibabel.Nifti1Image(numpy.load("{path.name}"), affine), "{path.stem}.nii.gz")')
         raise InputError(f"{path}: not a readable {kind} file ({error}); {advice}.") from error
     if isinstance(image, nibabel.MGHImage):
         return as_nifti(image)

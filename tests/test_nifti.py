@@ -225,6 +225,15 @@ def test_not_nifti(tmp_path, name, content):
         read_header(tmp_path / name)
 
 
+def test_an_array_is_refused_with_the_line_that_saves_it(tmp_path, monkeypatch):
+    np.save(tmp_path / "v.npy", noise())
+    with refused("v.npy", "an array has no affine; give both to omnimorph.register, or save") as found:
+        read_volume(tmp_path / "v.npy")
+    run_advice(str(found.value), tmp_path, monkeypatch)
+    array, affine = read_volume(tmp_path / "v.nii.gz")
+    assert np.array_equal(array, noise()) and np.allclose(affine, OBLIQUE, atol=1e-5)
+
+
 @pytest.mark.parametrize("right, wrong, words", [("v.nii", "w.nii.gz", "not compressed: rename it to end in .nii."),
                                                  ("v.nii.gz", "w.nii", "compressed: rename it to end in .nii.gz.")])
 def test_a_name_that_lies_about_compression(tmp_path, right, wrong, words):
@@ -337,10 +346,10 @@ def test_complex_voxels(tmp_path):
 
 
 def run_advice(said, folder, monkeypatch):
-    """Run the line of code at the end of a refusal, which writes grey.nii.gz."""
+    """Run the line of code at the end of a refusal, which writes a NIfTI file."""
     monkeypatch.chdir(folder)
-    exec(said[said.index(": ", said.index("; save ")) + 2:].removesuffix("."),
-         {"nibabel": nibabel, "numpy": np, "SimpleITK": sitk})
+    exec(said[said.index(": ", said.index(" save ")) + 2:].removesuffix("."),
+         {"nibabel": nibabel, "numpy": np, "SimpleITK": sitk, "affine": OBLIQUE})
 
 
 @pytest.mark.parametrize("letters", ["RGB", "RGBA"])
