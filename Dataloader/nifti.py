@@ -206,7 +206,8 @@ def open_nifti(path):
     if isinstance(image, nibabel.MGHImage):
         return as_nifti(image)
     if not isinstance(image, nibabel.Nifti1Image):
-        raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it to .nii.gz.")
+        raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it (nib-convert "
+                         f"{path.name} {path.stem}.nii.gz).")
     if image.dataobj.offset < image.header.single_vox_offset:
         raise InputError(f"{path}: its vox_offset {image.dataobj.offset} lies within the header, which would be read "
                          "as voxels; export the file again.")

@@ -132,7 +132,8 @@ def in_memory(source, name):
         source, affine = source[0], checked_affine(source[1], name)
     array = as_array(source, name)
     if array.ndim not in (2, 3):
-        raise InputError(f"{name}: shape {array.shape} is neither 2D nor 3D; split it into one file per volume.")
+        raise InputError(f"{name}: shape {array.shape} is neither 2D nor 3D; give one volume of it, such as "
+                         "array[..., 0].")
     return array, affine, header
 
 
@@ -154,7 +155,8 @@ def axes(name, shape):
     while len(kept) > 2 and kept[-1] == 1:
         kept = kept[:-1]
     if len(kept) not in (2, 3):
-        raise InputError(f"{name}: shape {shape} is neither 2D nor 3D; split it into one file per volume.")
+        raise InputError(f"{name}: shape {shape} is neither 2D nor 3D; split it into one file per volume "
+                         "(fslsplit), or take the first one (nib-roi -t 0:1 IN OUT).")
     return len(kept)
 
 

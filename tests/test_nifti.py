@@ -1,6 +1,7 @@
 import gzip
 import itertools
 import os
+import re
 import struct
 import tracemalloc
 
@@ -8,6 +9,7 @@ import nibabel
 import numpy as np
 import pytest
 import SimpleITK as sitk
+from nibabel.cmdline import convert, roi
 from PIL import Image
 
 from Dataloader import nifti
@@ -22,7 +24,7 @@ from Dataloader.nifti import (
     write_volume,
 )
 from Dataloader.prepare import on_grid
-from Dataloader.volume import read_mask, read_source
+from Dataloader.volume import dims_of, read_mask, read_source
 from Runtime.errors import InputError
 from Runtime.files import partial_path
 from tests.tiny import config
@@ -243,10 +245,24 @@ def test_a_name_that_lies_about_compression(tmp_path, right, wrong, words):
         read_volume(tmp_path / wrong)
 
 
-def test_other_image_format(tmp_path):
-    nibabel.save(nibabel.Spm99AnalyzeImage(noise(), np.eye(4)), tmp_path / "v.img")
-    with refused("v.img", "not single-file NIfTI"):
+def test_other_image_format(tmp_path, monkeypatch):
+    nibabel.save(nibabel.Nifti1Pair(noise(), OBLIQUE), tmp_path / "v.img")
+    with refused("v.img", "Nifti1Pair is not single-file NIfTI; convert it .nib-convert v.img v.nii.gz") as found:
         read_volume(tmp_path / "v.img")
+    monkeypatch.chdir(tmp_path)
+    convert.main(str(found.value).split("nib-convert ")[1].removesuffix(").").split())
+    array, affine = read_volume(tmp_path / "v.nii.gz")
+    assert np.array_equal(array, noise()) and np.allclose(affine, OBLIQUE, atol=1e-5)
+
+
+def test_a_series_is_refused_with_the_command_that_takes_one_volume(tmp_path, monkeypatch):
+    nibabel.save(nibabel.Nifti1Image(np.stack([noise(), 2 * noise()], 3), OBLIQUE), tmp_path / "IN.nii.gz")
+    with refused("IN.nii.gz", "neither 2D nor 3D; split it into one file per volume .fslsplit., or take") as found:
+        dims_of(tmp_path / "IN.nii.gz")
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"nib-roi (.* IN OUT)", str(found.value))[1]
+    roi.main(re.sub("(IN|OUT)", r"\1.nii.gz", command).split())
+    assert dims_of("OUT.nii.gz") == 3 and np.array_equal(read_volume("OUT.nii.gz")[0], noise())
 
 
 @pytest.mark.parametrize("at, form, value, reason", [

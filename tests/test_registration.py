@@ -495,7 +495,8 @@ def test_affine_alignment_begins_where_the_start_says():
     (np.ones((8, 9, 10)), None, {}, "fixed: every voxel is 1, so the volume is empty"),
     (None, np.full((8, 9, 10), np.nan), {}, "moving: 720 of 720 voxels are NaN"),
     (None, np.random.default_rng(0).random((8, 9)), {}, "fixed is 3D and moving is 2D"),
-    (None, np.random.default_rng(0).random((8, 9, 10, 2)), {}, "moving: shape .8, 9, 10, 2. is neither 2D nor 3D"),
+    (None, np.random.default_rng(0).random((8, 9, 10, 2)), {}, "moving: shape .8, 9, 10, 2. is neither 2D nor 3D; "
+     "give one volume of it, such as array"),
     (np.random.default_rng(0).random((16, 18, 1)), None, {}, "fixed: shape .16, 18, 1. is one plane of 3D"),
     (np.random.default_rng(0).random((8, 9, 2)), None, {}, "fixed: shape .8, 9, 2. has fewer than 4 voxels"),
     (None, None, {"start": "middle"}, "start must be auto, header, centre or a 4x4 matrix, not 'middle'"),
