@@ -259,6 +259,10 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
            "candidates": item["candidates"], "taken": list(found), "voted": good, "warnings": sentences,
            "doubt": float(inside.mean()) if inside.size else 1.0,
            "doubtful_percent": 100.0 * float((inside > DOUBTFUL).mean()) if inside.size else 100.0}
+    if len(good) == 1:  # nobody contradicts it
+        row["doubt"] = row["doubtful_percent"] = None
+        for each in labels.values():
+            each["doubt"] = None
     row.update(verdict_of(row, good, found), labels=labels)
     if "truth" in entry:
         scores = dice(label, truth, values)
@@ -280,7 +284,7 @@ def verdict_of(row, good, found):
     if 2 * len(doubtful) > len(good):
         return {"verdict": "doubtful", "reason": f"{len(doubtful)} of {len(good)} atlases have the verdict "
                                                  f"doubtful, such as {doubtful[0]}: {found[doubtful[0]]['reason']}"}
-    if row["doubtful_percent"] > 50:
+    if (row["doubtful_percent"] or 0) > 50:
         return {"verdict": "doubtful", "reason": f"the atlases disagree in {row['doubtful_percent']:.0f} % of the "
                                                  "labelled voxels: check the result."}
     return {"verdict": "ok", "reason": ""}
@@ -302,7 +306,8 @@ def write_results_page(out, rows, failed, args, count):
         image, affine = read_volume(row["image"], dims)
         label, doubt = read_label(folder / LABEL, dims)[0], read_numbers(folder / DOUBT, dims)[0]
         pictures.append((thumbnail(image, affine, [(label, None)], doubt), row["name"],
-                         f"{row['verdict']}, doubt {row['doubt']:.2f}{common.dice_text(row)}"))
+                         row["verdict"] + ("" if row["doubt"] is None else f", doubt {row['doubt']:.2f}")
+                         + common.dice_text(row)))
     cards = [("images", len(rows), f"{len(failed)} left out" if failed else ""), ("atlases", count, ""),
              ("doubt", average([row["doubt"] for row in rows]) if rows else None, "mean over the labelled voxels")]
     sections = [("Images", table_html(header, lines, "Click on a heading to sort. labels.tsv has every label: "

@@ -264,6 +264,15 @@ def joined(tmp_path_factory):
     return folder
 
 
+def test_one_atlas_alone_gives_no_doubt(joined):
+    head, *lines = (joined / "out/labels.tsv").read_text().splitlines()
+    at = head.split("\t").index("doubt")
+    assert lines and {line.split("\t")[at] for line in lines} == {"n/a"}
+    [row] = json.loads((joined / "out/results.json").read_text())["pairs"]
+    assert row["doubt"] is None and row["doubtful_percent"] is None
+    assert "doubt 0.00" not in (joined / "out/segment.html").read_text()
+
+
 def join_in(folder, *words):
     return OM_study.main(["segment", "--atlases", str(folder / "atlases"), "--images", str(folder / "new"), "--affine",
                           "rigid", "--device", "cpu", "--out", str(folder / "out"), *words])
