@@ -58,9 +58,10 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         raise InputError(f"{root}: no such data folder or list; check the path.")
     items, unused, passed = _read_items(root, channels)
     if not items:
-        pictures = [name for name in sorted(os.listdir(root)) if ends_in(name, PICTURES)] if root.is_dir() else []
-        raise InputError(f"{root}: found no .nii, .nii.gz or other volume; "
-                         f"{made_grey(root / pictures[0]) if pictures else 'check the folder'}.")
+        where = _image_folder(root) if root.is_dir() and not list_file(root) else root
+        pictures = [name for name in sorted(os.listdir(where)) if ends_in(name, PICTURES)] if where.is_dir() else []
+        raise InputError(f"{where}: found no .nii, .nii.gz or other volume; "
+                         f"{made_grey(where / pictures[0]) if pictures else 'check the folder'}.")
     items = _with_channels(root, items, channels)
     by_id = {}
     for item in items:
@@ -96,10 +97,7 @@ def _read_items(root, channels):
     if root.is_dir():
         if path := list_file(root):
             return _from_json(path), [], []
-        inner = ["imagesTr"] if (root / "imagesTr").is_dir() else []
-        if not inner and (here := Folder(root)).label_folders:
-            inner = [name for name in sorted(here.entries) if name.lower() in IMAGE_FOLDERS]
-        paths, passed = _volumes_under(root / inner[0] if inner else root)
+        paths, passed = _volumes_under(_image_folder(root))
         return *_from_paths(root, paths, channels), passed
     if not root.exists():  # a pattern
         above, found = _base_of(root), sorted(glob.glob(str(root), recursive=True))
@@ -109,6 +107,14 @@ def _read_items(root, channels):
     if root.suffix.lower() not in (".json", ".csv"):
         raise InputError(f"{root}: a file, not a data folder, .json or .csv list; give the folder that holds it.")
     return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root), [], []
+
+
+def _image_folder(root):
+    """The folder of a data set whose volumes are its images: imagesTr or the like, otherwise `root` itself."""
+    inner = ["imagesTr"] if (root / "imagesTr").is_dir() else []
+    if not inner and (here := Folder(root)).label_folders:
+        inner = [name for name in sorted(here.entries) if name.lower() in IMAGE_FOLDERS]
+    return root / inner[0] if inner else root
 
 
 def list_file(root):

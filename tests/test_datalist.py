@@ -809,6 +809,13 @@ def test_ids_are_the_numbers_of_people_and_a_second_scan_renames_nobody(tmp_path
     assert len({item["subject"] for item in items}) == 30 and len(items) == 45
 
 
+def test_an_empty_imagesTr_is_named_although_a_volume_lies_beside_it(tmp_path):
+    make(tmp_path, "brain.nii.gz")
+    (tmp_path / "imagesTr").mkdir()
+    with refused(r"imagesTr: found no .nii, .nii.gz or other volume; check the folder"):
+        list_volumes(tmp_path)
+
+
 def test_a_folder_of_pictures_is_refused_with_the_way_to_convert_them(tmp_path):
     (tmp_path / "b.png").write_text("a picture")
     with refused(r'found no .nii, .* volume; save it with one grey channel as NIfTI: .*ReadImage\("b.png"'):
