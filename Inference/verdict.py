@@ -126,7 +126,7 @@ def findings(scores):
     if level := _level(scores.get("stretched_percent"), STRETCHED_PERCENT):
         yield level, ("the deformation changes the local volume more than fivefold in "
                       f"{scores['stretched_percent']:.0f} % of the body: check that the moving volume shows all of "
-                      "it.")
+                      "it, and that both are equally sharp and of one contrast, or raise refine.weight.")
     if level := _level(scores.get("inverse_error_voxels"), INVERSE_ERROR_VOXELS):
         yield level, (f"going there and back misses by {scores['inverse_error_voxels']:.2g} voxels on average: do not "
                       "use the inverse.")
