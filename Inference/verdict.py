@@ -88,8 +88,8 @@ def findings(scores):
         hidden = most is not None and most < NOISY and (
             after / most >= LEFT if most < HIDDEN else alike / most >= limits[1])
         if level == "doubtful" and two_modalities:
-            yield level, ("the volumes look like two modalities and were compared by their structures: check the "
-                          "picture, because no score shows whether they match.")
+            yield level, ("the volumes look like two modalities, or one with very different contrast, and were "
+                          "compared by their structures: check the picture, because no score shows whether they match.")
         elif level and hidden:
             yield "doubtful", (f"noise or speckle hides the anatomy from the similarity ({after:.2f}, where about "
                                f"{most:.2f} is attainable): look at the picture, or give labels or landmarks.")
