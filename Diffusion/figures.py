@@ -7,6 +7,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from nibabel import orientations
 
 from Diffusion.fields import jacobian_determinant
 
@@ -14,38 +15,96 @@ COLUMNS = [("moving", ""), ("fixed", ""), ("warped", "moving(x + field(x))"), ("
            ("after", "|fixed \u2212 warped|"), ("grid", "x + field(x)"), ("Jacobian", "determinant")]
 FIXED_LINE, MOVING_LINE, FOLDED, NOT_FINITE = "#ff9e1b", "#19b5e0", "#00b83a", "#808080"
 CELL, GAP, LEFT, BOTTOM = 1.6, 0.12, 0.7, 0.75  # inches
-SLICES = {"R": "sagittal", "L": "sagittal", "A": "coronal", "P": "coronal", "S": "axial", "I": "axial"}  # across it
-PLANES = {2: [(0, 1)], 3: [(1, 2), (0, 2), (0, 1)]}  # the two axes of each slice, right and up
-GRID_LINES = 24  # approximate number along the longest axis of a deformed grid
+# Slices across each axis of a volume turned to the screen: the axes that run right and down, and the letters at left,
+# right, top and foot, as in Report/viewer.js.
+PLANES = [("sagittal", 1, 2, "APSI"), ("coronal", 0, 2, "RLSI"), ("axial", 0, 1, "RLAP")]
+GRID_LINES = 24  # approximate number along the longest side of a deformed grid
+
+
+def turn_to_screen(images, labels, field, affine, body=None):
+    """All volumes with three axes that run to the left, to the back and to the feet, as radiologists view slices.
+
+    Oblique axes count as the nearest of these. 2D images get a third axis of one voxel; their first axis runs right,
+    their second up. images, labels: {word: (D, H, W) or (H, W)}, on one grid. field: (N, *spatial) in voxels. affine:
+    4x4. body: booleans (*spatial), where the field is kept; None for everywhere.
+    Returns: dict of images, labels, determinant, field (its components along these axes; NaN outside of the body),
+    shape, spacing in mm, and half: the colours of the determinant go from 1 - half to 1 + half.
+    """
+    determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
+    apart = np.abs(determinant[np.isfinite(determinant)] - 1)
+    half = np.clip(np.percentile(apart, 99.9), 0.1, 1) if apart.size else 1
+    moved, spacing = _turn_field(field, affine)
+    if body is not None:
+        moved[:, ~_turn(body, affine)] = np.nan
+    return {"images": {word: _turn(image, affine) for word, image in images.items()},
+            "labels": {word: _turn(label, affine) for word, label in labels.items()},
+            "determinant": _turn(determinant, affine), "field": moved, "shape": moved.shape[1:], "half": float(half),
+            "spacing": spacing}
+
+
+def _screen_axes(affine, dims):
+    """Which axis of a volume is each of the screen's, and its sign there: two arrays of three."""
+    if dims == 2:
+        return np.array([0, 1, 2]), np.array([1, -1, 1])
+    of_axes = orientations.io_orientation(affine)
+    order = np.argsort(of_axes[:, 0])
+    return order, -of_axes[order, 1].astype(int)  # nibabel counts to the right, to the front and to the head
+
+
+def _turn(volume, affine):
+    """One volume of `turn_to_screen`, without a copy."""
+    order, signs = _screen_axes(affine, np.ndim(volume))
+    volume = np.asarray(volume)[..., None] if np.ndim(volume) == 2 else np.asarray(volume)
+    return volume.transpose(order)[tuple(slice(None, None, sign) for sign in signs)]
+
+
+def _turn_field(field, affine):
+    """A field of `turn_to_screen`: (N, left, back, feet), and the spacing of its voxels in mm, (3,)."""
+    order, signs = _screen_axes(affine, len(field))
+    moved = np.stack([sign * _turn(field[axis], affine) for axis, sign in zip(order[:len(field)], signs)])
+    return moved, np.linalg.norm(np.asarray(affine)[:3, :3], axis=0)[order]
+
+
+def grid_nodes(shape, spacing):
+    """Indices of the lines of a grid along each axis, about GRID_LINES along the longest side; and their steps (N,)."""
+    apart = np.max(np.multiply(shape, spacing)) / GRID_LINES
+    steps = np.maximum(1, np.rint(apart / spacing)).astype(int)
+    return [np.arange((n - 1) % step // 2, n, step) for n, step in zip(shape, steps)], steps
 
 
 def middle_slices(volume):
-    """The slices through voxel n // 2 of each axis, in 3D (H, W), (D, W) and (D, H); in 2D the image itself.
+    """The slices through voxel n // 2 of each axis: sagittal, coronal, axial; of a 2D image the image itself.
 
-    They are shown transposed, with the origin at the bottom: the first axis of a slice goes right, the second up.
-    volume: (D, H, W) or (H, W), array or tensor. Returns: list of 2D float32 arrays.
+    The first axis of a slice goes right, the second down. volume: turned to the screen, (left, back, feet); the last
+    axis of a 2D image is one voxel. Returns: list of 2D arrays.
     """
-    volume = _array(volume)
-    return [volume] if volume.ndim == 2 else [np.take(volume, n // 2, axis) for axis, n in enumerate(volume.shape)]
+    return [np.take(volume, volume.shape[axis] // 2, axis) for axis in _across(volume.shape)]
 
 
-def registration_figure(moving, fixed, warped, field, labels=None, title="", body=None, axcodes=None):
+def _across(shape):
+    """The axes of a turned volume across which slices are shown."""
+    return [2] if shape[2] == 1 else [0, 1, 2]
+
+
+def registration_figure(moving, fixed, warped, field, labels=None, title="", body=None, affine=None):
     """Picture of one registration: the images, differences, deformed grid and Jacobian determinant, in middle slices.
 
-    The minimum of the determinant and the percentage of voxels where it is <= 0 are those of the whole volume.
+    Slices are turned by `turn_to_screen` and true in mm. The minimum of the determinant and the percentage of voxels
+    where it is <= 0 are those of the whole volume.
     moving, fixed, warped: (D, H, W) or (H, W), arrays or tensors on the fixed grid. field: (N, *spatial), displacement
     in voxels. labels: (moving_label, fixed_label, warped_label) of the same shape, 0 = background, drawn as outlines.
-    body: booleans (*spatial), where the deformed grid is drawn; None for everywhere. axcodes: directions of the axes,
-    such as "RAS" (nibabel.aff2axcodes), which name the slices; None for D, H and W.
+    body: booleans (*spatial), where the deformed grid is drawn; None for everywhere. affine: 4x4 of the fixed grid;
+    None for the training grid, whose voxels are cubes along right, front and head.
     Returns: a matplotlib Figure, for `figure_png` or `figure_html`.
     """
-    images = [_array(image) for image in (moving, fixed, warped)]
-    field = _array(field)
-    labels = [] if labels is None else [_array(label) for label in labels]
-    determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
+    words = ("moving", "fixed", "warped")
+    images = {word: _array(image) for word, image in zip(words, (moving, fixed, warped))}
+    labels = {word: _array(label) for word, label in zip(words, labels or ())}
+    turned = turn_to_screen(images, labels, _array(field), np.eye(4) if affine is None else affine, body)
+    shape, spacing, determinant = turned["shape"], turned["spacing"], turned["determinant"]
     facts = f"min determinant {determinant.min():.3g}, folded {100 * (determinant <= 0).mean():.4g} % of voxels"
-    figure, axes = _layout(images[1].shape, [*textwrap.wrap(title, 115), facts], axcodes)
-    columns = [middle_slices(image) for image in images]
+    figure, axes = _layout(shape, spacing, [*textwrap.wrap(title, 115), facts])
+    columns = [middle_slices(image) for image in turned["images"].values()]
     columns += [[np.abs(a - b) for a, b in zip(columns[1], columns[other])] for other in (0, 2)]
     of_moving = _limits(columns[0])
     of_fixed = _limits(columns[1])
@@ -56,40 +115,48 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
             shown = _show(ax, image, "gray" if column < 3 else "magma", *limits[column])
     _bar(figure, shown, axes[-1, 3:5], "absolute difference", MaxNLocator(5))
     if labels:
-        _draw_outlines(figure, axes, [middle_slices(label) for label in labels])
-    _draw_grids(axes[:, 5], field if body is None else np.where(body, field, np.float32("nan")))
+        _draw_outlines(figure, axes, [middle_slices(label) for label in turned["labels"].values()])
+    for ax, across in zip(axes[:, 5], _across(shape)):
+        _draw_grid(ax, turned["field"], across, spacing)
     _draw_determinant(figure, axes[:, 6], middle_slices(determinant))
+    for row, across in zip(axes, _across(shape)):
+        for ax in row:
+            ax.set_aspect(_aspect(across, spacing))
     return figure
 
 
 def gallery_figure(copies):
     """Several versions of one image side by side, with outlines of their labels and the deformed grid below each.
 
-    copies: list of (title, image, label, field or None); image and label (D, H, W) or (H, W), arrays or tensors of one
-    shape, shown by the middle slice of the last axis; field (N, *spatial) in voxels.
+    copies: list of (title, image, label, field or None, affine); image and label (D, H, W) or (H, W), arrays or tensors
+    of one shape, shown by the middle axial slice; field (N, *spatial) in voxels; affine 4x4.
     Returns: a matplotlib Figure.
     """
     figure = Figure(figsize=(CELL * 1.25 * len(copies), CELL * 2.8), layout="constrained")
     axes = figure.subplots(2, len(copies), squeeze=False)
-    high = _limits([middle_slices(image)[-1] for _, image, _, _ in copies])[1]
-    for (top, bottom), (title, image, label, field) in zip(axes.T, copies):
-        _show(top, middle_slices(image)[-1], "gray", 0, high)
-        top.set_title(title, fontsize=10)
-        _outline(top, middle_slices(label)[-1], FIXED_LINE)
+    slices = [middle_slices(_turn(_array(image), affine))[-1] for _, image, _, _, affine in copies]
+    high = _limits(slices)[1]
+    for (top, bottom), shown, (title, image, label, field, affine) in zip(axes.T, slices, copies):
         field = np.zeros((np.ndim(image), *np.shape(image)), np.float32) if field is None else _array(field)
-        # The components along the two axes of the slice shown, the middle one of the last axis.
-        planes = [np.take(part, part.shape[-1] // 2, -1) for part in field[:2]] if len(field) == 3 else list(field)
-        _draw_grids([bottom], np.stack(planes))
+        moved, spacing = _turn_field(field, affine)
+        _show(top, shown, "gray", 0, high)
+        top.set_title(title, fontsize=10)
+        _outline(top, middle_slices(_turn(_array(label), affine))[-1], FIXED_LINE)
+        _draw_grid(bottom, moved, 2, spacing)
+        for ax in (top, bottom):
+            ax.set_aspect(_aspect(2, spacing))
     return figure
 
 
 def contact_sheet(volumes):
     """Many volumes at a glance: the middle slices of each, side by side, with outlines of the labels.
 
-    volumes: list of (title, image, label or None); image and label (D, H, W) or (H, W), arrays or tensors of one shape;
-    each image is shown from 0 to its own percentile 99.5. Returns: a matplotlib Figure.
+    volumes: list of (title, image, label or None); image and label (D, H, W) or (H, W), arrays or tensors of one shape
+    on the training grid, whose voxels are cubes along right, front and head; each image is shown from 0 to its own
+    percentile 99.5. Returns: a matplotlib Figure.
     """
-    planes = len(PLANES[np.ndim(volumes[0][1])])
+    grid = np.eye(4)
+    planes = 3 if np.ndim(volumes[0][1]) == 3 else 1
     across = min(12 // planes, len(volumes))
     rows = -(-len(volumes) // across)
     figure = Figure(figsize=(0.95 * across * planes + 0.2, 1.25 * rows), layout="constrained")
@@ -97,11 +164,11 @@ def contact_sheet(volumes):
     for ax in axes[len(volumes):].flat:
         ax.set_axis_off()
     for row, (title, image, label) in zip(axes, volumes):
-        slices = middle_slices(image)
+        slices = middle_slices(_turn(_array(image), grid))
         high = _limits(slices)[1]
         for ax, plane in zip(row, slices):
             _show(ax, plane, "gray", 0, high)
-        for ax, outline in zip(row, [] if label is None else middle_slices(label)):
+        for ax, outline in zip(row, [] if label is None else middle_slices(_turn(_array(label), grid))):
             _outline(ax, outline, FIXED_LINE, 0.6)
         title = title.encode(errors="backslashreplace").decode()  # matplotlib draws no name that is not UTF-8
         row[0].set_title(textwrap.shorten(title, 30), fontsize=7, loc="left", parse_math=False)
@@ -121,15 +188,15 @@ def _limits(slices):
     return low, high if high > low else low + max(1.0, abs(low) * 1e-3)
 
 
-def _layout(shape, heading, axcodes=None):
-    """The figure with its texts, and the axes as an array (rows, columns). All rows have the same voxel size.
+def _layout(shape, spacing, heading):
+    """The figure with its texts, and the axes as an array (rows, columns). One mm is as long in all rows.
 
-    shape: of the volumes. heading: lines of text. axcodes: as in `registration_figure`. All lengths are inches.
+    shape, spacing: of `turn_to_screen`. heading: lines of text. All lengths are inches, but for the spacing.
     """
-    planes, names = PLANES[len(shape)], axcodes or "DHW"[-len(shape):]
-    widest = max(shape[a] for a, _ in planes)
+    planes, extent = [PLANES[axis] for axis in _across(shape)], np.multiply(shape, spacing)
+    widest = max(extent[right] for _, right, _, _ in planes)
     # At least 0.6, the height of a row's label; at most 2.5 cells, so that a long thin image does not fill a page.
-    heights = [min(max(CELL * shape[b] / widest, 0.6), 2.5 * CELL) for _, b in planes]
+    heights = [min(max(CELL * extent[down] / widest, 0.6), 2.5 * CELL) for _, _, down, _ in planes]
     top = 0.65 + 0.2 * len(heading)
     width = LEFT + len(COLUMNS) * (CELL + GAP)
     height = top + sum(heights) + GAP * (len(heights) - 1) + BOTTOM
@@ -146,18 +213,23 @@ def _layout(shape, heading, axcodes=None):
             bottom -= size + GAP * (row > 0)
             axes[row, column] = figure.add_axes([left / width, bottom / height, CELL / width, size / height])
             if column == 0:
-                at = ""
-                if len(shape) == 3:
-                    at = f"{SLICES[names[row]]}\n" if names[row] in SLICES else f"{names[row]} = "
-                    at += f"{shape[row] // 2}\n"
-                text = at + "{} \u2192\n{} \u2191".format(*(names[axis] for axis in planes[row]))
+                text = "first \u2192\nsecond \u2191"  # axes of an image
+                if len(planes) > 1:
+                    at = f"{shape[row] // 2 + 1}/{shape[row]}"  # as the viewer counts slices
+                    text = "{}\n{}\n{} \u2192 {}\n{} \u2193 {}".format(planes[row][0], at, *planes[row][3])
                 figure.text(0.12 / width, (bottom + size / 2) / height, text, va="center", fontsize=8.5, color="#333")
     return figure, axes
 
 
 def _show(ax, image, cmap, low, high):
     ax.set_axis_off()
-    return ax.imshow(image.T, cmap=cmap, vmin=low, vmax=high, origin="lower", interpolation="nearest")
+    return ax.imshow(image.T, cmap=cmap, vmin=low, vmax=high, origin="upper", interpolation="nearest")
+
+
+def _aspect(across, spacing):
+    """Height of a voxel over its width in slices across this axis."""
+    _, right, down, _ = PLANES[across]
+    return spacing[down] / spacing[right]
 
 
 def _outline(ax, label, color, width=0.9):
@@ -195,19 +267,21 @@ def _bar(figure, image, axes, text, ticks):
     return bar
 
 
-def _draw_grids(axes, field):
-    """Some grid lines of each slice, moved by the components of the field in its plane."""
-    step = max(1, round(max(field.shape[1:]) / GRID_LINES))
-    parts = [middle_slices(part) for part in field]
-    for row, (ax, (a, b)) in enumerate(zip(axes, PLANES[len(field)])):
-        index = np.indices(parts[a][row].shape)
-        right = index[0] + parts[a][row]
-        up = index[1] + parts[b][row]
-        i, j = [slice((n - 1) % step // 2, None, step) for n in right.shape]
-        ax.plot(right[i].T, up[i].T, right[:, j], up[:, j], color="#26323d", linewidth=0.6)
-        across, high = right.shape
-        ax.set(xlim=(-0.5, across - 0.5), ylim=(-0.5, high - 0.5), aspect="equal", xticks=[], yticks=[])
-        ax.spines[:].set_color("#c4cad0")
+def _draw_grid(ax, field, across, spacing):
+    """Some grid lines of the middle slice across an axis, moved by the components of the field in its plane.
+
+    field, spacing: of `turn_to_screen`.
+    """
+    _, a, b, _ = PLANES[across]
+    nodes, _ = grid_nodes(field.shape[1:], spacing)
+    of_a, of_b = (np.take(field[axis], field.shape[1 + across] // 2, across) for axis in (a, b))
+    index = np.indices(of_a.shape)
+    right, down = index[0] + of_a, index[1] + of_b
+    i, j = nodes[a], nodes[b]
+    ax.plot(right[i].T, down[i].T, right[:, j], down[:, j], color="#26323d", linewidth=0.6)
+    across, high = right.shape
+    ax.set(xlim=(-0.5, across - 0.5), ylim=(high - 0.5, -0.5), xticks=[], yticks=[])
+    ax.spines[:].set_color("#c4cad0")
 
 
 def _draw_determinant(figure, axes, slices):

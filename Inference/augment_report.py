@@ -89,21 +89,22 @@ def picture(item, out, records, dims, targets):
     def read_own_label(path, shape):
         return read_label(path, dims)[0] if item["label"] else np.zeros(shape, np.int16)
 
-    copies = [("original", rescale(image, low, high), read_own_label(item["label"], image.shape), None)]
+    copies = [("original", rescale(image, low, high), read_own_label(item["label"], image.shape), None, affine)]
     for record in records[:ACROSS]:
         paths = {kind: out / path for kind, path in draw_paths(item, record["draw"]).items()}
         copy, _ = read_volume(paths["image"], dims)
         field, own_affine = read_field(paths["field"], dims)
         field = without_affine(field, record["matrix"], own_affine) if record.get("matrix") else field
         title = f"draw {record['draw']}: {record['mean']:.1f} %"
-        copies.append((title, rescale(copy, low, high), read_own_label(paths.get("label"), copy.shape), field))
-    where = "Slice through the middle of the last axis, with" if dims == 3 else "With"
+        copies.append((title, rescale(copy, low, high), read_own_label(paths.get("label"), copy.shape), field,
+                       own_affine))
+    where = "Middle axial slice, with" if dims == 3 else "With"
     part = ", without the affine part" if records[0].get("matrix") else ""  # all of them have a matrix, or none
     figure = figure_html(gallery_figure(copies), f"{item['id']}. {where} outlines of the labels; below, the deformed "
                          f"grid{part}. Percent: mean displacement, of the image's longest side.")
     if targets and records[0]["target"] not in targets:
         return figure  # it has been renamed since, and nothing else is on the grid of the copy
-    _, images, labels, fields = zip(*copies[:2])
+    _, images, labels, fields, _ = zip(*copies[:2])
     names = ("original", f"draw {records[0]['draw']}")
     if targets:
         target, affine = read_volume(targets[records[0]["target"]]["image"], dims)

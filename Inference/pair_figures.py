@@ -2,7 +2,6 @@
 import os
 from pathlib import Path
 
-import nibabel
 import numpy as np
 import torch
 
@@ -87,10 +86,9 @@ def read_pair(row, dims):
 def pair_figure(pair):
     """The `registration_figure` of a pair from `read_pair`."""
     labels = pair["labels"] and [pair["labels"][word] for word in ("before", "fixed", "after")]
-    images, axcodes = pair["images"], "".join(nibabel.aff2axcodes(pair["affine"]))[:len(pair["field"])]
-    title = pair["name"].encode(errors="replace").decode()
+    images, title = pair["images"], pair["name"].encode(errors="replace").decode()
     return registration_figure(images["before"], images["fixed"], images["after"], pair["field"], labels, title,
-                               pair["body"], axcodes)
+                               pair["body"], pair["affine"])
 
 
 def means(rows, failed):

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from matplotlib import colormaps
 from matplotlib.colors import to_rgb
-from nibabel import orientations
 
-from Diffusion.fields import jacobian_determinant
-from Diffusion.figures import FIXED_LINE, FOLDED, GRID_LINES, MOVING_LINE, NOT_FINITE
+from Diffusion.figures import FIXED_LINE, FOLDED, MOVING_LINE, NOT_FINITE, grid_nodes, turn_to_screen
 
 PAGE_BYTES = 3_000_000  # of all viewers of a page; volumes that do not fit are shown on a coarser grid
 MOST_VOXELS = 2_000_000  # of a volume; more never fit
@@ -63,36 +61,6 @@ aria-valuemin="0" aria-valuemax="100" aria-valuenow="50"><canvas></canvas>
 # What is shown
 # ---------------------------------------------------------------------------------------------------------------------
 
-def turn_to_screen(images, labels, field, affine, body):
-    """All volumes with three axes that run to the left, to the back and to the feet, as radiologists view slices.
-
-    2D images get a third axis of one voxel; they run right and down, as in the figures. Arguments as of `viewer_html`.
-    Returns: dict of images, labels, determinant, field (its components along these axes; NaN outside of the body),
-    shape, spacing in mm, and half: the colours of the determinant go from 1 - half to 1 + half.
-    """
-    is_flat = len(field) == 2
-    order, signs = np.array([0, 1, 2]), np.array([1, -1, 1])
-    if not is_flat:
-        of_axes = orientations.io_orientation(affine)
-        order = np.argsort(of_axes[:, 0])
-        signs = -of_axes[order, 1].astype(int)  # nibabel counts to the right, to the front and to the head
-
-    def turn(volume):
-        volume = np.asarray(volume)[..., None] if is_flat else np.asarray(volume)
-        return volume.transpose(order)[tuple(slice(None, None, sign) for sign in signs)]
-
-    determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
-    apart = np.abs(determinant[np.isfinite(determinant)] - 1)
-    half = np.clip(np.percentile(apart, 99.9), 0.1, 1) if apart.size else 1
-    moved = np.stack([sign * turn(field[axis]) for axis, sign in zip(order[:len(field)], signs)])
-    if body is not None:
-        moved[:, ~turn(body)] = np.nan
-    return {"images": {word: turn(image) for word, image in images.items()},
-            "labels": {word: turn(label) for word, label in labels.items()}, "determinant": turn(determinant),
-            "field": moved, "shape": moved.shape[1:], "half": float(half),
-            "spacing": np.linalg.norm(np.asarray(affine)[:3, :3], axis=0)[order]}
-
-
 def coarser(shape, spacing, voxels):
     """The shape of a grid of the same extent with at most this many voxels; the shortest sides of voxels grow first."""
     side, coarse = min(spacing), tuple(shape)
@@ -124,13 +92,11 @@ def pack_all(turned, shape):
 
 
 def pack_grid(field, shape, scale, spacing):
-    """The nodes of a grid with about GRID_LINES lines along the longest side, and how far the field moves them.
+    """The nodes of a grid, of `grid_nodes`, and how far the field moves them.
 
     field: (N, *full). shape, spacing: of the grid that is shown. scale: full voxels along one voxel of it.
     """
-    apart = np.max(np.multiply(shape, spacing)) / GRID_LINES
-    steps = np.maximum(1, np.rint(apart / spacing)).astype(int)
-    nodes = [np.arange((n - 1) % step // 2, n, step) for n, step in zip(shape, steps)]
+    nodes, steps = grid_nodes(shape, spacing)
     at = [np.rint((places + 0.5) * ratio - 0.5).astype(int) for places, ratio in zip(nodes, scale)]
     moved = field[np.ix_(range(len(field)), *at)] / scale[:len(field)].reshape(-1, 1, 1, 1)
     units = np.where(np.isfinite(moved), np.rint(np.clip(HUNDREDTHS * moved, -32767, 32767)), NO_NODE)

@@ -73,15 +73,15 @@ def register_held_out(model, device):
 
 
 def deformed_copies(case, model):
-    """One subject, deformed at random and then recovered by the network: [(title, image, label, field)]."""
+    """One subject, deformed at random and then recovered by the network: copies of `gallery_figure`."""
     cfg = model[1]
     image, label = case["volumes"][0], case["labels"][0]
     _, affine = read_label(case["item"]["label"], image.ndim)
-    copies = [("original", image, label, None)]
+    copies = [("original", image, label, None, affine)]
     for t in (50, cfg["diffusion.timesteps"] - 1):
         for word, network in (("random", None), ("recovered", model)):
             copy = augment(image, label, affine, network, start=t, subject=case["item"]["id"], cfg=cfg)
-            copies.append((f"t = {t}, {word}", *copy))
+            copies.append((f"t = {t}, {word}", *copy, affine))
     return copies
 
 
@@ -96,7 +96,8 @@ def pair_pictures(cases):
         order = {"fixed": 1, "before": 0, "after": 2}
         html += viewer_html(case["pair"], {each: rescale(volumes[n], low, high) for each, n in order.items()}, field,
                             case["affine"], {each: case["labels"][n] for each, n in order.items()}, PAGE_BYTES // 2)
-        figure = registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
+        figure = registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})",
+                                     affine=case["affine"])
         html += page.figure_html(
             figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} after.")
     write_file(FOLDER / "registration.png", page.figure_png(figure))

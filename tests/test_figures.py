@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_hex
+from nibabel import orientations
 from PIL import Image
 
 from Dataloader.synthetic import random_field, template
@@ -14,12 +15,14 @@ from Diffusion.figures import (
     FIXED_LINE,
     FOLDED,
     MOVING_LINE,
+    PLANES,
     contact_sheet,
     gallery_figure,
     middle_slices,
     registration_figure,
+    turn_to_screen,
 )
-from Report.page import figure_png
+from Report.page import VIEWER_SCRIPT, figure_png
 
 
 def pair(size):
@@ -49,12 +52,18 @@ def share(image, color):
     return (image == [int(color[i:i + 2], 16) for i in (1, 3, 5)]).all(axis=-1).mean()
 
 
+def on_screen(volume):
+    """The middle slices of a volume of the training grid, as the figures show them: the first axis right."""
+    field = np.zeros((np.ndim(volume), *np.shape(volume)), np.float32)
+    return middle_slices(turn_to_screen({"": np.asarray(volume)}, {}, field, np.eye(4))["images"][""])
+
+
 def test_middle_slices_in_3d_and_2d():
     volume = np.arange(4 * 5 * 6).reshape(4, 5, 6)
-    slices = middle_slices(torch.from_numpy(volume))
-    for got, expected in zip(slices, (volume[2], volume[:, 2], volume[:, :, 3]), strict=True):
+    turned = volume[::-1, ::-1, ::-1]
+    for got, expected in zip(on_screen(volume), (turned[2], turned[:, 2], turned[:, :, 3]), strict=True):
         np.testing.assert_array_equal(got, expected)
-    np.testing.assert_array_equal(middle_slices(volume[0])[0], volume[0])
+    np.testing.assert_array_equal(on_screen(volume[0])[0], volume[0][:, ::-1])
 
 
 @pytest.mark.parametrize("size, labelled", [((20, 28, 24), True), ((24, 36), True), ((24, 36), False)])
@@ -83,13 +92,45 @@ def test_registration_figure_draws_every_panel(size, labelled):
         assert part.std() > 5, ax.get_position()
 
 
-def test_slices_are_shown_first_axis_right_second_axis_up():
-    moving, fixed, warped, field, _ = pair((20, 28, 24))
+@pytest.mark.parametrize("size", [(20, 28, 24), (20, 28)])
+def test_slices_have_the_right_side_on_the_left_and_the_head_up(size):
+    moving, fixed, warped, field, _ = pair(size)
     figure = registration_figure(moving, fixed, warped, field)
-    shown = [ax.images[0] for ax in figure.axes[:3]]
-    for image, expected in zip(shown, middle_slices(moving), strict=True):
+    shown = [ax.images[0] for ax in figure.axes[:2 * len(size) - 3]]
+    slices = [moving.numpy()[:, ::-1]] if len(size) == 2 else on_screen(moving)
+    for image, expected in zip(shown, slices, strict=True):
         np.testing.assert_array_equal(image.get_array(), expected.T)
-        assert image.origin == "lower"
+        assert image.origin == "upper"
+
+
+def test_however_a_volume_is_stored_its_picture_is_the_same():
+    size, affine = (14, 17, 10), np.diag([1, 0.8, 4, 1])
+    moving, fixed, warped, field, labels = pair(size)
+    volumes, field = [volume.numpy() for volume in (moving, fixed, warped, *labels)], field.numpy()
+    body = volumes[1] > 0.1
+
+    def picture(volumes, field, affine, body):
+        figure = registration_figure(*volumes[:3], field, volumes[3:], "a pair", body, affine)
+        return pixels(figure_png(figure)).astype(int)
+
+    plain = picture(volumes, field, affine, body)
+    for axes, signs in ((0, 1, 2), (-1, -1, 1)), ((1, 2, 0), (1, -1, -1)):  # LPS, and one whose first axis is A
+        turn = np.stack([np.argsort(axes), np.array(signs)[np.argsort(axes)]], axis=1)
+        *stored, stored_body = (orientations.apply_orientation(volume, turn) for volume in (*volumes, body))
+        parts = [signs[k] * orientations.apply_orientation(field[axes[k]], turn) for k in range(3)]
+        other = picture(stored, np.stack(parts), affine @ orientations.inv_ornt_aff(turn, size), stored_body)
+        assert np.abs(other - plain).max() <= 2, "but for the order of a sum"
+
+
+def test_slices_are_true_in_mm():
+    size = (20, 24, 6)
+    images, field = np.random.default_rng(0).random((3, *size)), np.zeros((3, *size), np.float32)
+    figure = registration_figure(*images, field, affine=np.diag([1, 1, 5, 1]))
+    figure.draw_without_rendering()
+    mm = np.array([20, 24, 30])
+    inches = [[ax.get_window_extent().width, ax.get_window_extent().height] for ax in figure.axes[:21]]
+    sides = [mm[[right, down]] for _, right, down, _ in PLANES] * 7  # the axes are listed column by column
+    np.testing.assert_allclose(np.divide(inches, sides), np.divide(inches, sides)[0, 0], rtol=0.01)
 
 
 def test_differences_share_one_scale_and_do_not_wrap_around():
@@ -103,10 +144,10 @@ def test_differences_share_one_scale_and_do_not_wrap_around():
 def test_grid_is_drawn_where_the_field_points():
     size = (12, 16)
     field = torch.zeros(2, *size)
-    field[0], field[1] = 2.0, -1.0
+    field[0], field[1] = 2.0, -1.0  # to the right and down
     ax = registration_figure(*[np.zeros(size)] * 3, field).axes[5]
     x, y = (np.concatenate([line.get_data()[i] for line in ax.lines]) for i in (0, 1))
-    assert (x.min(), x.max(), y.min(), y.max()) == (2, 13, -1, 14)
+    assert (x.min(), x.max(), y.min(), y.max()) == (2, 13, 1, 16)
     assert len(ax.lines) == sum(size)
 
 
@@ -127,9 +168,11 @@ def test_folding_of_a_reflection_is_in_the_title_and_in_the_picture():
 @pytest.mark.parametrize("size", [(16, 20, 24), (16, 20)])
 def test_gallery_shows_image_outlines_and_grid_of_each_copy(size):
     _, fixed, _, field, labels = pair(size)
-    figure = gallery_figure([("original", fixed, labels[1], None), ("copy", fixed, labels[1], field)])
+    affine = np.diag([1, 2, 1, 1])
+    figure = gallery_figure([("original", fixed, labels[1], None, affine), ("copy", fixed, labels[1], field, affine)])
     assert [ax.get_title() for ax in figure.axes] == ["original", "copy", "", ""]
-    np.testing.assert_array_equal(figure.axes[1].images[0].get_array(), middle_slices(fixed)[-1].T)
+    np.testing.assert_array_equal(figure.axes[1].images[0].get_array(), on_screen(fixed)[-1].T)
+    assert {ax.get_aspect() for ax in figure.axes} == {2}
     assert all(ax.collections for ax in figure.axes[:2])
     still, moved = (np.concatenate([line.get_xdata() for line in ax.lines]) for ax in figure.axes[2:])
     assert (still == np.round(still)).all() and not (moved == np.round(moved)).all()
@@ -150,8 +193,8 @@ def test_contact_sheet_shows_the_middle_slices_of_every_volume_with_the_outlines
     for i, image in enumerate(images):
         own = shown[i * planes:(i + 1) * planes]
         assert own[0].get_title(loc="left").startswith(f"$v_{i}") and len(own[0].get_title(loc="left")) <= 30
-        high = np.percentile(np.concatenate([plane.ravel() for plane in middle_slices(image)]), 99.5)
-        for ax, plane in zip(own, middle_slices(image), strict=True):
+        high = np.percentile(np.concatenate([plane.ravel() for plane in on_screen(image)]), 99.5)
+        for ax, plane in zip(own, on_screen(image), strict=True):
             np.testing.assert_array_equal(ax.images[0].get_array(), plane.T)
             assert ax.images[0].get_clim() == (0, pytest.approx(high))
             colors = {to_hex(color) for part in ax.collections for color in part.get_edgecolor()}
@@ -159,11 +202,11 @@ def test_contact_sheet_shows_the_middle_slices_of_every_volume_with_the_outlines
     assert pixels(figure_png(figure)).std() > 20
 
 
-def test_slices_have_the_names_that_physicians_use():
-    moving, fixed, warped = np.random.default_rng(0).random((3, 8, 9, 7))
-    field = np.zeros((3, 8, 9, 7), np.float32)
-    named = registration_figure(moving, fixed, warped, field, axcodes="LSA")
-    words = [text.get_text() for text in named.texts]
-    assert "sagittal\n4\nS \u2192\nA \u2191" in words and any(text.startswith("axial\n4") for text in words)
-    plain = [text.get_text() for text in registration_figure(moving, fixed, warped, field).texts]
-    assert "D = 4\nH \u2192\nW \u2191" in plain
+def test_slices_have_the_names_and_letters_of_the_viewer():
+    volumes, field = np.random.default_rng(0).random((3, 8, 9, 7)), np.zeros((3, 8, 9, 7), np.float32)
+    affine = np.array([[0, -1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]])  # "SLA"
+    words = [text.get_text() for text in registration_figure(*volumes, field, affine=affine).texts]
+    assert "sagittal\n5/9\nA \u2192 P\nS \u2193 I" in words and "axial\n5/8\nR \u2192 L\nA \u2193 P" in words
+    for through, (name, right, down, letters) in enumerate(PLANES):
+        line = f'{name}: {{ right: {right}, down: {down}, through: {through}, letters: "{letters}" }},'
+        assert line in VIEWER_SCRIPT, "both know the same planes"

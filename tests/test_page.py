@@ -47,7 +47,7 @@ def test_a_cell_may_be_a_link_and_everything_is_escaped():
 
 
 def test_figure_html_holds_the_picture_and_escapes_its_texts():
-    figure = gallery_figure([("a", np.eye(8), np.eye(8), None)])
+    figure = gallery_figure([("a", np.eye(8), np.eye(8), None, np.eye(4))])
     html = figure_html(figure, caption=NASTY, alt='a "quoted" curve')
     page = Balance(html)
     attributes = dict(page.attributes)["img"]
