@@ -19,6 +19,7 @@ CELL, GAP, LEFT, BOTTOM = 1.6, 0.12, 0.7, 0.75  # inches
 # right, top and foot, as in Report/viewer.js.
 PLANES = [("sagittal", 1, 2, "APSI"), ("coronal", 0, 2, "RLSI"), ("axial", 0, 1, "RLAP")]
 GRID_LINES = 24  # approximate number along the longest side of a deformed grid
+ELSEWHERE = "outside: the headers\nplace it elsewhere"
 
 
 def turn_to_screen(images, labels, field, affine, body=None):
@@ -86,7 +87,7 @@ def _across(shape):
     return [2] if shape[2] == 1 else [0, 1, 2]
 
 
-def registration_figure(moving, fixed, warped, field, labels=None, title="", body=None, affine=None):
+def registration_figure(moving, fixed, warped, field, labels=None, title="", body=None, affine=None, by_headers=False):
     """Picture of one registration: the images, differences, deformed grid and Jacobian determinant, in middle slices.
 
     Slices are turned by `turn_to_screen` and true in mm. The minimum of the determinant and the percentage of voxels
@@ -94,7 +95,8 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
     moving, fixed, warped: (D, H, W) or (H, W), arrays or tensors on the fixed grid. field: (N, *spatial), displacement
     in voxels. labels: (moving_label, fixed_label, warped_label) of the same shape, 0 = background, drawn as outlines.
     body: booleans (*spatial), where the deformed grid is drawn; None for everywhere. affine: 4x4 of the fixed grid;
-    None for the training grid, whose voxels are cubes along right, front and head.
+    None for the training grid, whose voxels are cubes along right, front and head. by_headers: whether `moving` is
+    shown where its header places it, which the picture then says.
     Returns: a matplotlib Figure, for `figure_png` or `figure_html`.
     """
     words = ("moving", "fixed", "warped")
@@ -103,7 +105,7 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
     turned = turn_to_screen(images, labels, _array(field), np.eye(4) if affine is None else affine, body)
     shape, spacing, determinant = turned["shape"], turned["spacing"], turned["determinant"]
     facts = f"min determinant {determinant.min():.3g}, folded {100 * (determinant <= 0).mean():.4g} % of voxels"
-    figure, axes = _layout(shape, spacing, [*textwrap.wrap(title, 115), facts])
+    figure, axes = _layout(shape, spacing, [*textwrap.wrap(title, 115), facts], by_headers)
     columns = [middle_slices(image) for image in turned["images"].values()]
     columns += [[np.abs(a - b) for a, b in zip(columns[1], columns[other])] for other in (0, 2)]
     of_moving = _limits(columns[0])
@@ -122,6 +124,10 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
     for row, across in zip(axes, _across(shape)):
         for ax in row:
             ax.set_aspect(_aspect(across, spacing))
+    for ax, image, other in zip(axes[:, 0], columns[0], columns[1]):
+        if by_headers and np.ptp(image) == 0 < np.ptp(other):
+            ax.text(0.5, 0.5, ELSEWHERE, transform=ax.transAxes, ha="center", va="center", fontsize=8,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 2})
     return figure
 
 
@@ -188,7 +194,7 @@ def _limits(slices):
     return low, high if high > low else low + max(1.0, abs(low) * 1e-3)
 
 
-def _layout(shape, spacing, heading):
+def _layout(shape, spacing, heading, by_headers):
     """The figure with its texts, and the axes as an array (rows, columns). One mm is as long in all rows.
 
     shape, spacing: of `turn_to_screen`. heading: lines of text. All lengths are inches, but for the spacing.
@@ -205,6 +211,7 @@ def _layout(shape, spacing, heading):
                     linespacing=1.3, parse_math=False)
     axes = np.empty((len(heights), len(COLUMNS)), dtype=object)
     for column, (name, formula) in enumerate(COLUMNS):
+        formula = "as the headers place it" if by_headers and not column else formula
         left, bottom = LEFT + column * (CELL + GAP), height - top
         centre = (left + CELL / 2) / width
         figure.text(centre, (bottom + 0.24) / height, name, ha="center", fontsize=10, fontweight="bold")

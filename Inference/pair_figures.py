@@ -88,7 +88,7 @@ def pair_figure(pair):
     labels = pair["labels"] and [pair["labels"][word] for word in ("before", "fixed", "after")]
     images, title = pair["images"], pair["name"].encode(errors="replace").decode()
     return registration_figure(images["before"], images["fixed"], images["after"], pair["field"], labels, title,
-                               pair["body"], pair["affine"])
+                               pair["body"], pair["affine"], by_headers=True)
 
 
 def means(rows, failed):

@@ -12,6 +12,7 @@ from PIL import Image
 from Dataloader.synthetic import random_field, template
 from Diffusion.fields import identity, warp
 from Diffusion.figures import (
+    ELSEWHERE,
     FIXED_LINE,
     FOLDED,
     MOVING_LINE,
@@ -131,6 +132,23 @@ def test_slices_are_true_in_mm():
     inches = [[ax.get_window_extent().width, ax.get_window_extent().height] for ax in figure.axes[:21]]
     sides = [mm[[right, down]] for _, right, down, _ in PLANES] * 7  # the axes are listed column by column
     np.testing.assert_allclose(np.divide(inches, sides), np.divide(inches, sides)[0, 0], rtol=0.01)
+
+
+def test_a_moving_volume_that_the_headers_place_elsewhere_is_no_riddle():
+    size = (12, 10, 8)
+    fixed, warped, partly = np.random.default_rng(0).random((3, *size))
+    partly[:, :, 3:] = 0  # the middle axial slice is empty
+    field = np.zeros((3, *size), np.float32)
+
+    def phrases(moving, **options):
+        figure = registration_figure(moving, fixed, warped, field, **options)
+        said = [ELSEWHERE in [text.get_text() for text in ax.texts] for ax in figure.axes]
+        return said[:3], any(said[3:]), "as the headers place it" in [text.get_text() for text in figure.texts]
+
+    assert phrases(0 * fixed, by_headers=True) == ([True] * 3, False, True)
+    assert phrases(partly, by_headers=True) == ([False, False, True], False, True)
+    assert phrases(fixed, by_headers=True) == ([False] * 3, False, True)
+    assert phrases(0 * fixed) == ([False] * 3, False, False)
 
 
 def test_differences_share_one_scale_and_do_not_wrap_around():
