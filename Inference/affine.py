@@ -59,8 +59,9 @@ NEAR = 75.0  # degrees; a map that turns less from the headers agrees with their
 # a part of it that grows with the square of the turn.
 LEAP = 0.2
 USUAL = 30.0  # degrees, the turn of a patient in the scanner; no map is dropped for less
-# The same for any map against the best start, by the similarity of structures, if two modalities are suspected. True
-# maps far from the headers close 0.6 to 0.86 of the gap, wrong ones up to 0.31.
+# The same for a map far from the headers against the best start, by the similarity of structures, if two modalities
+# are suspected. True maps far from the headers close 0.6 to 0.86 of the gap, wrong ones up to 0.31. A map near them
+# must close BETTER: noise leaves little of the gap to close.
 LEAP_OF_TWO = 0.45
 BETTER = 0.02  # another map must close this share of the header map's gap to perfect similarity
 LEAST_GAIN = 0.001  # and must gain at least this: rounding leaves two equal volumes at 0.999
@@ -637,14 +638,20 @@ def _leads_astray(found, starts):
 
 
 def _by_structures(found, starts, leap):
-    """The result with the most similar structures, or the best start if that result gains less than `leap` over it.
+    """The result with the most similar structures, or the best start if no result gains enough over it.
 
     Mutual information of two modalities is small everywhere, and its maximum may not match the anatomy; nor may that
-    of the correlation.
+    of the correlation. So a map far from the headers must gain `leap`; one near them, as between two persons in the
+    same scanner, a little.
     """
     of_starts, of_found = _structures_alike(found, starts)
-    matrix, scores, levels = found[int(np.argmax(of_found))]
-    if max(of_found) - max(of_starts) < leap * (1.0 - max(of_starts)):
+    best, worth = max(of_starts), []
+    for (matrix, _, levels), alike in zip(found, of_found):
+        near = _is_near(matrix.numpy(), starts[0], levels[0]["extent_mm"])
+        enough = alike - best >= (min(leap, BETTER) if near else leap) * (1.0 - best)
+        worth.append(alike if enough else -np.inf)
+    matrix, scores, levels = found[int(np.argmax(worth if max(worth) > -np.inf else of_found))]
+    if max(worth) == -np.inf:
         matrix = torch.from_numpy(starts[int(np.argmax(of_starts))])
         scores = {**scores, "affine_similarity": scores["affine_similarity_before"]}
     return matrix, scores, levels
