@@ -201,7 +201,8 @@ def open_nifti(path):
             advice = formats.made_grey(path)
         if ends_in(path, ".npy"):
             advice = ('an array has no affine; give both to omnimorph.register, or save them as NIfTI: nibabel.save('
-                      f'nibabel.Nifti1Image(numpy.load("{path.name}"), affine), "{path.stem}.nii.gz")')
+                      f'nibabel.Nifti1Image(numpy.load("{path.name}").astype("float32"), affine), '
+                      f'"{path.stem}.nii.gz")')
         raise InputError(f"{path}: not a readable {kind} file ({error}); {advice}.") from error
     if isinstance(image, nibabel.MGHImage):
         return as_nifti(image)
