@@ -259,7 +259,7 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
            "candidates": item["candidates"], "taken": list(found), "voted": good, "warnings": sentences,
            "doubt": float(inside.mean()) if inside.size else 1.0,
            "doubtful_percent": 100.0 * float((inside > DOUBTFUL).mean()) if inside.size else 100.0}
-    if len(good) == 1:  # nobody contradicts it
+    if len(good) == 1 and inside.size:  # nobody contradicts it
         row["doubt"] = row["doubtful_percent"] = None
         for each in labels.values():
             each["doubt"] = None

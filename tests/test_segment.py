@@ -164,6 +164,16 @@ def test_a_structure_that_only_the_truth_or_only_the_atlases_have_has_a_dice_of_
     assert row["dice"] == np.mean(list(dices.values()))
 
 
+def test_a_label_map_without_labels_is_doubtful_although_one_atlas_gives_no_doubt(tmp_path):
+    write_volume(tmp_path / "image.nii.gz", np.random.default_rng(0).random((10, 11), np.float32), AFFINE)
+    write_volume(tmp_path / "a_to_image/warped_label.nii.gz", np.zeros((10, 11), np.uint8), AFFINE)
+    voting = {"image": {"atlases": [{"id": "a"}], "candidates": ["a"], "said": []}}
+    carried = {"a_to_image": {"folder": str(tmp_path / "a_to_image"), "verdict": "ok", "reason": ""}}
+    entry = {"name": "image", "image": tmp_path / "image.nii.gz"}
+    row = join_labels(str(tmp_path), "majority", voting, carried, entry, tmp_path / "image", None)
+    assert (row["verdict"], row["labels"]) == ("doubtful", {})
+
+
 def test_the_volume_of_a_label_is_that_of_its_voxels_on_a_sheared_grid():
     """Slices of 1 mm x 1 mm that are 2.5 mm apart along the table, with the gantry tilted by 25 degrees."""
     tilted, inside, voxel = tilted_affine(), np.ones((4, 5, 6), bool), 2.5 * np.cos(np.deg2rad(25))
