@@ -127,8 +127,8 @@ def write_report(folder, volumes, refused, cfg, size):
              ("with labels", sum(item["label"] for item in volumes), ""), ("refused", len(refused), ""),
              ("on disk", f"{size / 2 ** 20:,.0f} MiB", cfg["data.dtype"])]
     sections = [("", cards_html(cards)),
-                ("Some of them", figure_html(sheet, "Middle slices on the training grid, outlines of their labels. "
-                                             "The patient's right is on the left."))]
+                ("Some of them", figure_html(sheet, "Middle slices on the training grid, outlines of their labels."
+                                             + " The patient's right is on the left." * (cfg["model.dims"] == 3)))]
     if refused:
         sections.append(("Refused", table_html(["id", "file", "why"], refused, "Left out of the cache.")))
     settings = "; ".join(f"{key} {value}" for key, value in cache.settings(cfg).items())

@@ -322,6 +322,16 @@ def test_a_page_that_cannot_be_written_blames_the_folder_of_logs(tmp_path, monke
         OM_prepare.write_report(tmp_path, volumes, [], config(tmp_path), 1)
 
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_the_page_tells_the_sides_of_a_patient_only_in_3d(tmp_path, monkeypatch, dims):
+    """The axes of an image may run anywhere."""
+    image = make_subject(0, (8,) * dims, dims=dims)["image"]
+    monkeypatch.setattr(OM_prepare, "sample_of", lambda *arguments: [("one", image, None)])
+    cfg = config(tmp_path, **{"model.dims": dims, "run.logs": str(tmp_path)})
+    page = OM_prepare.write_report(tmp_path, [{"subject": "one", "label": False}], [], cfg, 1)
+    assert ("right is on the left" in page.read_text()) == (dims == 3)
+
+
 def test_to_original_undoes_every_orientation_and_keeps_the_dtype():
     array = np.random.default_rng(1).integers(0, 9, (4, 5, 6)).astype(np.uint8)
     for axes, signs in itertools.product(itertools.permutations(range(3)), itertools.product((1, -1), repeat=3)):
