@@ -19,7 +19,7 @@ CELL, GAP, LEFT, BOTTOM = 1.6, 0.12, 0.7, 0.75  # inches
 # right, top and foot, as in Report/viewer.js.
 PLANES = [("sagittal", 1, 2, "APSI"), ("coronal", 0, 2, "RLSI"), ("axial", 0, 1, "RLAP")]
 GRID_LINES = 24  # approximate number along the longest side of a deformed grid
-ELSEWHERE = "outside: the headers\nplace it elsewhere"
+NOTHING = "nothing here, as the\nheaders place it"
 
 
 def turn_to_screen(images, labels, field, affine, body=None):
@@ -126,7 +126,7 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
             ax.set_aspect(_aspect(across, spacing))
     for ax, image, other in zip(axes[:, 0], columns[0], columns[1]):
         if by_headers and np.ptp(image) == 0 < np.ptp(other):
-            ax.text(0.5, 0.5, ELSEWHERE, transform=ax.transAxes, ha="center", va="center", fontsize=8,
+            ax.text(0.5, 0.5, NOTHING, transform=ax.transAxes, ha="center", va="center", fontsize=8,
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 2})
     return figure
 

@@ -12,10 +12,10 @@ from PIL import Image
 from Dataloader.synthetic import random_field, template
 from Diffusion.fields import identity, warp
 from Diffusion.figures import (
-    ELSEWHERE,
     FIXED_LINE,
     FOLDED,
     MOVING_LINE,
+    NOTHING,
     PLANES,
     contact_sheet,
     gallery_figure,
@@ -142,7 +142,7 @@ def test_a_moving_volume_that_the_headers_place_elsewhere_is_no_riddle():
 
     def phrases(moving, **options):
         figure = registration_figure(moving, fixed, warped, field, **options)
-        said = [ELSEWHERE in [text.get_text() for text in ax.texts] for ax in figure.axes]
+        said = [NOTHING in [text.get_text() for text in ax.texts] for ax in figure.axes]
         return said[:3], any(said[3:]), "as the headers place it" in [text.get_text() for text in figure.texts]
 
     assert phrases(0 * fixed, by_headers=True) == ([True] * 3, False, True)
