@@ -106,8 +106,9 @@ class Unbreakable:
 
 
 def take_all_names():
-    """Standard output replaces what its encoding lacks, as standard error does, so that no name ends the program. What
-    is closed, as for pythonw.exe, leads nowhere.
+    """Standard output replaces what its encoding lacks, as standard error does, so that no name ends the program.
+
+    A stream that is missing, as under pythonw.exe, is replaced by one that leads nowhere.
     """
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w", errors="replace") for stream in (sys.stdout, sys.stderr))
     if hasattr(sys.stdout, "reconfigure"):

@@ -91,7 +91,7 @@ def measure(device, limit_bytes=0):
     used = host_free = device_free = reserved = allocated = None
     if sys.platform == "linux":
         used = _host_used()
-        available = _number("MemAvailable", "/proc/meminfo") or _number("MemFree", "/proc/meminfo")  # WSL 1: not both
+        available = _number("MemAvailable", "/proc/meminfo") or _number("MemFree", "/proc/meminfo")  # WSL 1: MemFree
         room = [1024 * available, *_room_in_groups()] if available else _room_in_groups()
         if limit_bytes > 0:
             room.append(limit_bytes - used)
