@@ -22,7 +22,7 @@ from Dataloader.datalist import (
     without_segmentations,
 )
 from Runtime.errors import InputError
-from Runtime.files import as_stored, first_repeated, unfit_for_a_file
+from Runtime.files import as_stored, first_repeated, unfit_for_a_file, with_slashes
 
 CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_CHANNELS + 1))
             for side in ("fixed", "moving")}
@@ -156,7 +156,7 @@ def read_pairs_to_score(path):
         files = {ours: Path(row[key]) for key, ours in keys.items() if key in row}
         pairs.append({"name": row["name"], **files, "field": path.parent / relative, "carried": carried,
                       "resample": Path(row["moving"]) if resampled else None,
-                      "written": (path.parent, {relative: row["files"][relative]})})
+                      "written": (path.parent, {relative: with_slashes(row["files"])[relative]})})
     return pairs, settings["config"]["model.dims"]
 
 

@@ -27,7 +27,7 @@ from Inference.pair_figures import PAIR_PAGE, link, means
 from Inference.scores import COLUMNS
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError, attempt, first_line
-from Runtime.files import csv_text, remove_leftovers, sha256, write_file
+from Runtime.files import csv_text, remove_leftovers, sha256, with_slashes, write_file
 from Runtime.workers import run_tasks
 
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
@@ -118,6 +118,9 @@ def read_results(out):
     try:
         content = json.loads((out / "results.json").read_text())
         rows = {row["name"]: {**row, "folder": str(out / row["folder"])} for row in content["pairs"]}
+        for row in rows.values():
+            if "files" in row:
+                row["files"] = with_slashes(row["files"])
         if (content.get("settings") or {}).get("program") == "template":  # it may have been moved or copied
             for row in rows.values():
                 row.update({key: str(out.resolve() / Path(row[key]).name) for key in ("fixed", "fixed_label")

@@ -39,6 +39,11 @@ def unfit_for_a_file(name):
     return found and ("a slash" if found[0] == "/" else found[0])
 
 
+def with_slashes(files):
+    """{path: entry} of results, each path with slashes; on Windows those before 1.5.0 have backslashes."""
+    return {name.replace("\\", "/") if sys.platform == "win32" else name: entry for name, entry in files.items()}
+
+
 def require_file(path):
     """Raise InputError if a file is missing or may not be read; for a dangling link the sentence names its target."""
     path = Path(path)

@@ -19,7 +19,7 @@ from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
 from Inference import register_pairs
 from Inference.load_model import default_config
-from Inference.pair_lists import pairs_onto, read_pairs_to_register
+from Inference.pair_lists import pairs_onto, read_pairs_to_register, read_pairs_to_score
 from Inference.results import do_one, file_digests, kept_rows, read_results, source_digests, write_results
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError
@@ -479,3 +479,15 @@ def test_a_list_is_complete_though_nobody_reads_what_is_printed(data, tmp_path, 
         code = call("--fixed", data / "sub-00_T1w.nii.gz", "--moving", data / "sub-01_T1w.nii.gz", "--out",
                     tmp_path / "out")
     assert code == 128 + 13 and read_results(tmp_path / "out")["complete"]
+
+
+def test_results_that_an_earlier_version_wrote_on_windows_are_found(tmp_path, monkeypatch):
+    """Their paths have backslashes."""
+    field = {"bytes": 1, "sha256": ""}
+    (tmp_path / "results.json").write_text(json.dumps({
+        "complete": True, "failed": [], "settings": {"config": {"model.dims": 3}},
+        "pairs": [{"name": "a", "folder": "a", "moving": "m.nii.gz", "files": {"a\\field.nii.gz": field}}]}))
+    monkeypatch.setattr("sys.platform", "win32")
+    assert read_results(tmp_path)["pairs"]["a"]["files"] == {"a/field.nii.gz": field}
+    [pair], _ = read_pairs_to_score(tmp_path / "results.json")
+    assert pair["written"] == (tmp_path, {"a/field.nii.gz": field})
