@@ -63,9 +63,8 @@ def require_volume(path):
     """Raise InputError unless a path is a file or a DICOM series; for a folder of series the sentence names one."""
     if is_series(path):
         return
-    if series := sorted(filter(is_series, Path(path).glob("*"))):
-        raise InputError(f"{path}: a folder of DICOM series, not a series; give one of them, such as "
-                         f"{series[0].name}.")
+    if series := next(filter(is_series, sorted(Path(path).glob("*"))), None):
+        raise InputError(f"{path}: a folder of DICOM series, not a series; give one of them, such as {series.name}.")
     require_file(path)
 
 

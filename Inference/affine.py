@@ -131,7 +131,8 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
         if one_sign is not None and one_sign >= ONE_SIGN:
             others.append(found)
         # A user who names the measure has decided that mutual information suits the pair.
-        found = _by_structures(others, starts, LEAP_OF_TWO if similarity == "auto" else 0.0)
+        leap = LEAP_OF_TWO if similarity == "auto" else 0.0
+        found = _by_structures(others, starts, leap, leap if one_sign is None or one_sign >= ONE_SIGN else BETTER)
         one_sign = _one_sign(found) if similarity == "auto" else None
     matrix, scores, _ = found
     full = np.eye(4)
@@ -630,25 +631,31 @@ def _leads_astray(found, starts):
     """Whether a map turns by NEAR or scales an axis by OTHER_SIZE from the headers, but hardly gains similarity."""
     dims = len(starts[0])
     change = found[0][:, :dims].numpy() @ np.linalg.inv(starts[0][:, :dims])
-    sizes = np.linalg.svd(change)[1]
-    if _turn(change) < NEAR and sizes.max() <= OTHER_SIZE and sizes.min() >= 1 / OTHER_SIZE:
+    if _turn(change) < NEAR and _keeps_sizes(found[0], starts[0]):
         return False
     of_starts, (of_found,) = _structures_alike([found], starts)
     return of_found - max(of_starts) < LEAP_OF_TWO * (1.0 - max(of_starts))
 
 
-def _by_structures(found, starts, leap):
+def _keeps_sizes(found, header):
+    """Whether a map (N, N + 1) scales no axis by more than OTHER_SIZE from that of the headers."""
+    dims = len(header)
+    sizes = np.linalg.svd(found[:, :dims].numpy() @ np.linalg.inv(header[:, :dims]))[1]
+    return sizes.max() <= OTHER_SIZE and sizes.min() >= 1 / OTHER_SIZE
+
+
+def _by_structures(found, starts, leap, near_leap):
     """The result with the most similar structures, or the best start if no result gains enough over it.
 
     Mutual information of two modalities is small everywhere, and its maximum may not match the anatomy; nor may that
-    of the correlation. So a map far from the headers must gain `leap`; one near them, as between two persons in the
-    same scanner, a little.
+    of the correlation. So a map far from the headers must gain `leap` of what is missing; one near them, as between
+    two persons in the same scanner, `near_leap`.
     """
     of_starts, of_found = _structures_alike(found, starts)
     best, worth = max(of_starts), []
     for (matrix, _, levels), alike in zip(found, of_found):
-        near = _is_near(matrix.numpy(), starts[0], levels[0]["extent_mm"])
-        enough = alike - best >= (min(leap, BETTER) if near else leap) * (1.0 - best)
+        near = _is_near(matrix.numpy(), starts[0], levels[0]["extent_mm"]) and _keeps_sizes(matrix, starts[0])
+        enough = alike - best >= (near_leap if near else leap) * (1.0 - best)
         worth.append(alike if enough else -np.inf)
     matrix, scores, levels = found[int(np.argmax(worth if max(worth) > -np.inf else of_found))]
     if max(worth) == -np.inf:
