@@ -770,8 +770,8 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
     if placed.overlap_percent < FAR_APART:
         advice = "check that both show the same part of the body" if placed.alignment else (
             "align them first with --affine" + " or --start centre" * (placed.start == "header"))
-        sentences.append(f"without blank borders, {moving.name} covers {placed.overlap_percent:.0f} % of the field of "
-                         f"view of {fixed.name}: {advice}.")
+        sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % (blank borders left out) of the field "
+                         f"of view of {fixed.name}: {advice}.")
     if placed.outlined:
         one, other = (fixed, moving) if placed.outlined == "fixed" else (moving, fixed)
         sentences.append(f"{one.name} is blank around its content, as if skull-stripped, and {other.name} shows more "
