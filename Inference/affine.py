@@ -652,16 +652,17 @@ def _by_structures(found, starts, leap, near_leap):
     two persons in the same scanner, `near_leap`.
     """
     of_starts, of_found = _structures_alike(found, starts)
-    best, worth = max(of_starts), []
-    for (matrix, _, levels), alike in zip(found, of_found):
+    best, believed = max(of_starts), []
+    for result, alike in zip(found, of_found):
+        matrix, _, levels = result
         near = _is_near(matrix.numpy(), starts[0], levels[0]["extent_mm"]) and _keeps_sizes(matrix, starts[0])
-        enough = alike - best >= (near_leap if near else leap) * (1.0 - best)
-        worth.append(alike if enough else -np.inf)
-    matrix, scores, levels = found[int(np.argmax(worth if max(worth) > -np.inf else of_found))]
-    if max(worth) == -np.inf:
-        matrix = torch.from_numpy(starts[int(np.argmax(of_starts))])
-        scores = {**scores, "affine_similarity": scores["affine_similarity_before"]}
-    return matrix, scores, levels
+        if alike - best >= (near_leap if near else leap) * (1.0 - best):
+            believed.append((alike, result))
+    if believed:
+        return max(believed, key=lambda pair: pair[0])[1]
+    _, scores, levels = found[int(np.argmax(of_found))]
+    start = torch.from_numpy(starts[int(np.argmax(of_starts))])
+    return start, {**scores, "affine_similarity": scores["affine_similarity_before"]}, levels
 
 
 def _structures_alike(found, starts):
