@@ -631,16 +631,15 @@ def _leads_astray(found, starts):
     """Whether a map turns by NEAR or scales an axis by OTHER_SIZE from the headers, but hardly gains similarity."""
     dims = len(starts[0])
     change = found[0][:, :dims].numpy() @ np.linalg.inv(starts[0][:, :dims])
-    if _turn(change) < NEAR and _keeps_sizes(found[0], starts[0]):
+    if _turn(change) < NEAR and _keeps_sizes(change):
         return False
     of_starts, (of_found,) = _structures_alike([found], starts)
     return of_found - max(of_starts) < LEAP_OF_TWO * (1.0 - max(of_starts))
 
 
-def _keeps_sizes(found, header):
-    """Whether a map (N, N + 1) scales no axis by more than OTHER_SIZE from that of the headers."""
-    dims = len(header)
-    sizes = np.linalg.svd(found[:, :dims].numpy() @ np.linalg.inv(header[:, :dims]))[1]
+def _keeps_sizes(change):
+    """Whether a linear map (N, N) scales no axis by more than OTHER_SIZE."""
+    sizes = np.linalg.svd(change)[1]
     return sizes.max() <= OTHER_SIZE and sizes.min() >= 1 / OTHER_SIZE
 
 
@@ -654,8 +653,9 @@ def _by_structures(found, starts, leap, near_leap):
     of_starts, of_found = _structures_alike(found, starts)
     best, believed = max(of_starts), []
     for result, alike in zip(found, of_found):
-        matrix, _, levels = result
-        near = _is_near(matrix.numpy(), starts[0], levels[0]["extent_mm"]) and _keeps_sizes(matrix, starts[0])
+        matrix, levels = result[0].numpy(), result[2]
+        change = matrix[:, :-1] @ np.linalg.inv(starts[0][:, :-1])
+        near = _is_near(matrix, starts[0], levels[0]["extent_mm"]) and _keeps_sizes(change)
         if alike - best >= (near_leap if near else leap) * (1.0 - best):
             believed.append((alike, result))
     if believed:
