@@ -29,17 +29,15 @@ def turn_to_screen(images, labels, field, affine, body=None):
     their second up. images, labels: {word: (D, H, W) or (H, W)}, on one grid. field: (N, *spatial) in voxels. affine:
     4x4. body: booleans (*spatial), where the field is kept; None for everywhere.
     Returns: dict of images, labels, determinant, field (its components along these axes; NaN outside of the body),
-    shape, spacing in mm, and half: the colours of the determinant go from 1 - half to 1 + half.
+    shape, and spacing in mm.
     """
     determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
-    apart = np.abs(determinant[np.isfinite(determinant)] - 1)
-    half = np.clip(np.percentile(apart, 99.9), 0.1, 1) if apart.size else 1
     moved, spacing = _turn_field(field, affine)
     if body is not None:
         moved[:, ~_turn(body, affine)] = np.nan
     return {"images": {word: _turn(image, affine) for word, image in images.items()},
             "labels": {word: _turn(label, affine) for word, label in labels.items()},
-            "determinant": _turn(determinant, affine), "field": moved, "shape": moved.shape[1:], "half": float(half),
+            "determinant": _turn(determinant, affine), "field": moved, "shape": moved.shape[1:],
             "spacing": spacing}
 
 

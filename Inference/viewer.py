@@ -32,12 +32,12 @@ def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES, bod
     shown; None for everywhere. without_affine: whether the field lacks its affine part, as it does if there is a body.
     """
     turned = turn_to_screen(images, labels or {}, np.asarray(field, np.float32), affine, body)
-    full, dims = turned["shape"], len(field)
+    full, dims, half = turned["shape"], len(field), half_range(turned["determinant"])
     part = ", without the affine part" if without_affine or body is not None else ""
     voxels = min(int(np.prod(full)), MOST_VOXELS)
     while True:
         shape = coarser(full, turned["spacing"], voxels)
-        content = json.dumps(pack_all(turned, shape)).replace("<", "\\u003c")
+        content = json.dumps(pack_all(turned, half, shape)).replace("<", "\\u003c")
         if len(content) <= budget or max(shape) == 1:
             break
         voxels = int(0.97 * np.prod(shape) * budget / len(content))
@@ -49,7 +49,7 @@ aria-valuemin="0" aria-valuemax="100" aria-valuenow="50"><canvas></canvas>
 <label class="slices"><span>slice <output></output></span><input type="range" min="1" value="1"></label></div>
 <div class="controls">
 {controls_html(list(images), bool(labels), dims)}
-{legends_html(list(images)[0], turned["half"], part)}
+{legends_html(list(images)[0], half, part)}
 </div>
 {help_html(list(images)[1:], full[:dims], shape[:dims], budget)}
 <script type="application/json">{content}</script>
@@ -70,8 +70,17 @@ def coarser(shape, spacing, voxels):
     return coarse
 
 
-def pack_all(turned, shape):
-    """What Report/viewer.js reads, as plain JSON. turned: from `turn_to_screen`. shape: of the grid that is shown."""
+def half_range(determinant):
+    """The colours of a determinant go from 1 - half to 1 + half: half, a float."""
+    apart = np.abs(determinant[np.isfinite(determinant)] - 1)
+    return float(np.clip(np.percentile(apart, 99.9), 0.1, 1)) if apart.size else 1.0
+
+
+def pack_all(turned, half, shape):
+    """What Report/viewer.js reads, as plain JSON.
+
+    turned: from `turn_to_screen`. half: from `half_range`. shape: of the grid that is shown.
+    """
     scale = np.divide(turned["shape"], shape)
     spacing = scale * turned["spacing"]
     images = {word: np.rint(255 * pooled(image, shape)) for word, image in turned["images"].items()}
@@ -84,7 +93,7 @@ def pack_all(turned, shape):
     return {"shape": shape, "spacing": spacing.tolist(), "fixed": list(turned["images"])[0],
             "images": {word: pack(image) for word, image in images.items()},
             "labels": {word: pack(nearest(rank, shape)) for word, rank in ranks.items()},
-            "determinant": pack(determinant_codes(turned["determinant"], turned["half"], shape)),
+            "determinant": pack(determinant_codes(turned["determinant"], half, shape)),
             "determinant_colours": pack(determinant_colours()),
             "difference_colours": pack(255 * colormaps["magma"](np.arange(256))),
             "brightest": max(1.0, float(differences)), "lines": [FIXED_LINE, MOVING_LINE],
