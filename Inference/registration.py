@@ -71,6 +71,12 @@ WHOLE_PERCENT, CUT = 95.0, 0.25
 # rim. This share is 0.27 or more for six brains and heads, and 0.01 or less for the good pairs of bench_verdict.py.
 BLANK, RIM, LARGER, BEYOND = 0.2, 0.02, 1.4, 0.15
 EVEN = 0.002  # of the intensity range, within which a background is constant: interpolation leaves ripples in it
+# A volume that was resampled at an angle is blank beyond planes. It counts as such if EMPTY of it is blank, and FLAT of
+# the border of that has one of as many directions as there are axes, within ALONG degrees; this share is 0.84 or more
+# for such volumes and 0.17 or less for 26 skull-stripped brains. The other volume must show something in SHOWN of it:
+# it does in 0.95 for such volumes, and in a few hundredths of the air around a trunk, whose sides are flat too.
+EMPTY, FLAT, ALONG, SHOWN = 0.005, 0.75, 5.0, 0.7
+SOFT, LEAST_BORDER, MOST_BORDER = 2.0, 50, 1500  # voxels: smoothing of the border, and how many of them are compared
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -157,7 +163,8 @@ class Placed:
     pair: dict  # moving (under T) and fixed, (C, *work), 0 to 1; moving_mask, fixed_mask, (1, *work) or None; float32
     alignment: dict  # how far to trust the alignment, from `align_affine`; empty without one
     compared_by: str  # correlation, mapped or mind
-    outlined: str = ""  # side whose mask `place` has made, fixed or moving
+    outlined: str = ""  # side around whose content `place` has made a mask, fixed or moving
+    cornered: tuple = ()  # sides whose blank corners `place` has masked out
 
 
 @dataclasses.dataclass
@@ -193,7 +200,8 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     registration.similarity.
     fixed_mask, moving_mask: as the volumes; alignment, refinement and similarity use only voxels above 0. Without a
     moving mask, what lies beyond a moving field of view that cuts the anatomy does not count in the refinement either.
-    Without masks, if only one volume is skull-stripped, what lies outside it does not count, see `place`.
+    Without masks, if only one volume is skull-stripped, what lies outside it does not count, nor do blank corners of a
+    volume that was resampled at an angle, see `place`.
     fixed_channels, moving_channels: lists of further channels, as the volumes, in the same order; refinement and
     similarity compare them too. Masks and channels are on the grids of their volumes. A network sees as many channels
     as it was trained with (data.channels), usually only the first.
@@ -392,11 +400,13 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def place(fixed, moving, affine, start, cfg, device, as_trained):
-    """`align`, with a mask around what one volume shows if the other one shows more, as a head does beside its brain.
+    """`align`, with masks for what a volume shows, if what is blank in it would be taken for anatomy.
 
-    Otherwise the outline of a stripped brain is matched to that of the head. Without an affine alignment, whose result
-    decides, there is no mask. affine to as_trained: as for `align`.
-    Returns: (fixed, moving), Volumes with the mask; the same two `within_memory`, as they were aligned; Placed.
+    If one volume shows more than the other, as a head does beside its brain, the mask is around what the other shows;
+    otherwise the outline of the brain is matched to that of the head. Without an affine alignment, whose result
+    decides, there is no such mask. Else the blank corners of volumes that were resampled at an angle are masked, if
+    the other volume shows something there. affine to as_trained: as for `align`.
+    Returns: (fixed, moving), Volumes with the masks; the same two `within_memory`, as they were aligned; Placed.
     """
     def aligned(pair):
         seen = [within_memory(without_filler(volume)) for volume in pair]
@@ -409,7 +419,82 @@ def place(fixed, moving, affine, start, cfg, device, as_trained):
             other = placed.pair["moving" if side == "fixed" else "fixed"][:1] > FOREGROUND
             if other[placed.pair[f"{side}_mask"] == 0].sum() > BEYOND * other.sum():
                 return pair, seen, dataclasses.replace(placed, outlined=side)
-    return aligned((fixed, moving))
+    found = aligned((fixed, moving))
+    if fixed.mask is None and moving.mask is None:
+        pair, cornered = without_corners(fixed, moving, found[2], cfg)
+        with contextlib.suppress(InputError):
+            if cornered:
+                pair, seen, placed = aligned(pair)
+                overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine,
+                                          placed.matrix, pair[1].mask)
+                return pair, seen, dataclasses.replace(placed, cornered=cornered, overlap_percent=overlap)
+    return found
+
+
+def without_corners(fixed, moving, placed, cfg):
+    """Two Volumes, with a mask for each whose `blank_corners` lie where the other one, as they are placed, shows
+    something or was not scanned; and these sides. The mask leaves out a voxel more, which may be interpolated.
+    """
+    volumes, cornered, size = [fixed, moving], (), placed.pair["fixed"].shape[1:]
+    to_world = placed.work_affine, placed.matrix @ placed.work_affine
+    for number, side in enumerate(("fixed", "moving")):
+        volume, other = volumes[number], volumes[1 - number]
+        blank = blank_corners(volume, cfg)
+        if blank is None:
+            continue
+        beyond = _on_working_grid(np.float32(blank), volume.affine, to_world[number], size) > 0.99
+        seen = _on_working_grid(np.ones(other.array.shape, np.float32), other.affine, to_world[1 - number], size) > 0.99
+        shown = placed.pair[("moving", "fixed")[number]][0][beyond & seen] > FOREGROUND
+        if not shown.size or shown.mean() > SHOWN:
+            volumes[number] = dataclasses.replace(volume, mask=(~grown(blank)).astype(np.float32))
+            cornered += (side,)
+    return tuple(volumes), cornered
+
+
+def blank_corners(volume, cfg):
+    """Booleans (*spatial): what is blank in the corners of a Volume beyond planes that cut what it shows, see EMPTY;
+    None if there is no such part, or in a volume above MOST_VOXELS. Padding does not belong to it.
+    """
+    if volume.array.size > grids.MOST_VOXELS:
+        return None
+    box = tuple(slice(*ends) for ends in zip(*varying_box(arrays(volume))))
+    image = volume.array[box]
+    blank = is_background(image)
+    if blank.mean() < EMPTY or not is_cut_off(image := scaled(image, cfg)[0]):
+        return None
+    parts, count = ndimage.label(blank)
+    reaches = np.zeros(count + 1, bool)
+    reaches[parts[np.ix_(*[[0, -1]] * image.ndim)]] = True
+    blank &= reaches[parts]
+    near = grown(blank)
+    beside = image[grown(near) & ~near] > FOREGROUND
+    if not beside.any() or beside.mean() <= CUT or not has_flat_border(blank):
+        return None
+    corners = np.zeros(volume.array.shape, bool)
+    corners[box] = blank
+    return corners
+
+
+def grown(inside):
+    """Booleans (*spatial), and all neighbours of what is True."""
+    return ndimage.binary_dilation(inside, np.ones([3] * inside.ndim))
+
+
+def has_flat_border(blank):
+    """Whether planes bound a part of a grid, in at most as many directions as it has axes; booleans (*spatial)."""
+    slope = np.stack(np.gradient(ndimage.gaussian_filter(blank.astype(np.float32), SOFT)))
+    slope = slope[(slice(None), *[slice(int(2 * SOFT), -int(2 * SOFT))] * blank.ndim)].reshape(blank.ndim, -1)
+    steep = np.linalg.norm(slope, axis=0)
+    border = np.flatnonzero(steep > 0.24 / SOFT)  # that of a plane is 0.4 / SOFT
+    if len(border) < LEAST_BORDER:
+        return False
+    border = border[::max(len(border) // MOST_BORDER, 1)]
+    directions = slope[:, border] / steep[border]
+    alike = np.abs(directions.T @ directions) > math.cos(math.radians(ALONG))
+    left = np.ones(len(alike), bool)
+    for _ in range(blank.ndim):
+        left &= ~alike[(alike & left).sum(1).argmax()]
+    return left.mean() <= 1 - FLAT
 
 
 def outlined_side(fixed, moving, affine, cfg):
@@ -645,18 +730,20 @@ def better_start(shape, affine, moving, moving_affine, work_fixed, work_affine, 
     return "centre" if scores["centre"] > scores["header"] + BETTER else "header"
 
 
-def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):
-    """How much of the fixed field of view lies within the moving one under T, in percent.
+def overlap_percent(shape, affine, moving_shape, moving_affine, matrix, mask=None):
+    """How much of the fixed field of view lies within the moving one under T, and within its mask, in percent.
 
-    Counted on at most 32 points along each axis.
+    Counted on at most 32 points along each axis. mask: (*moving) or None.
     """
     dims = len(shape)
     axes = [np.linspace(0, n - 1, min(n, 32)) for n in shape]
     points = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(dims, -1)
     change = np.linalg.inv(moving_affine) @ matrix @ affine
     moving_points = change[:dims, :dims] @ points + change[:dims, 3:]
-    inside = (moving_points > -0.5) & (moving_points < np.reshape(moving_shape, (dims, 1)) - 0.5)
-    return 100.0 * float(inside.all(0).mean())
+    inside = ((moving_points > -0.5) & (moving_points < np.reshape(moving_shape, (dims, 1)) - 0.5)).all(0)
+    if mask is not None:
+        inside[inside] = mask[tuple(np.rint(moving_points[:, inside]).astype(int))] > 0
+    return 100.0 * float(inside.mean())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -688,8 +775,8 @@ def solve(net, placed, fixed, moving, refine, cfg, began, device, progress, know
         change, size = np.linalg.inv(placed.work_affine) @ own.work_affine, own.pair["fixed"].shape[1:]
         field = torch.from_numpy(total_field(field.float().cpu(), change, size))[None].to(device)
         structures = None if structures is None else resample(structures, change, size)
-        placed = dataclasses.replace(placed, overlap_percent=own.overlap_percent, work_affine=own.work_affine,
-                                     pair=own.pair)
+        overlap = placed.overlap_percent if placed.cornered else own.overlap_percent
+        placed = dataclasses.replace(placed, overlap_percent=overlap, work_affine=own.work_affine, pair=own.pair)
         pair = _on_device(placed.pair, device)
     if refine:
         started = time.perf_counter()
@@ -772,6 +859,10 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
             "align them first with --affine" + " or --start centre" * (placed.start == "header"))
         sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % (blank borders left out) of the field "
                          f"of view of {fixed.name}: {advice}.")
+    for side in placed.cornered:
+        volume = fixed if side == "fixed" else moving
+        sentences.append(f"{volume.name} has blank corners, as after resampling at an angle: they are ignored, as with "
+                         "a mask.")
     if placed.outlined:
         one, other = (fixed, moving) if placed.outlined == "fixed" else (moving, fixed)
         sentences.append(f"{one.name} is blank around its content, as if skull-stripped, and {other.name} shows more "

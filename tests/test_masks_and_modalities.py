@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import ndimage
+from scipy.spatial.transform import Rotation
 
 from Dataloader.nifti import read_field, read_volume, write_field, write_volume
 from Dataloader.synthetic import make_subject
@@ -23,7 +24,7 @@ from Diffusion.metrics import average, dice, folding_percent
 from Inference.affine import ONE_SIGN, align_affine
 from Inference.choices import SIMILARITIES
 from Inference.labels import apply_label
-from Inference.registration import apply_field, outlined_side, read_sides, register, register_from
+from Inference.registration import apply_field, blank_corners, outlined_side, read_sides, register, register_from
 from OM_register import main as om_register
 from Runtime.errors import InputError
 from tests.test_refine import alike, refined
@@ -268,6 +269,76 @@ def test_what_a_scanner_has_not_reconstructed_is_air():
         assert found.warped.min() < -1500, "the result has what the file has"
         np.testing.assert_array_equal(found.field, air.field)
         assert found.similarity == pytest.approx(air.similarity, abs=1e-3) and found.verdict == air.verdict
+
+
+def resampled(image, degrees):
+    """An image turned about an oblique axis through its middle, blank where it shows nothing, and the map there."""
+    axis = np.array([2.0, 1.0, 2.0]) / 3 if image.ndim == 3 else np.array([0.0, 0.0, 1.0])
+    turn = Rotation.from_rotvec(np.radians(degrees) * axis).as_matrix()
+    turn, middle = turn[:image.ndim, :image.ndim], (np.array(image.shape) - 1) / 2
+    return ndimage.affine_transform(image, turn, middle - turn @ middle, order=1), turn.T, middle - turn.T @ middle
+
+
+@pytest.mark.parametrize("side", ["fixed", "moving"])
+@pytest.mark.parametrize("size", [(44, 40, 48), (90, 96)])
+def test_blank_corners_of_a_resampled_volume_do_not_count(size, side):
+    """They cut the anatomy, and are none: with them, the affine part misses by many times as much."""
+    image = 100 * (0.3 + smooth_noise(size)[0, 0].numpy())
+    turned, turn, shift = resampled(image, 11.0)
+    pair = (turned, image) if side == "fixed" else (image, turned)
+    if side == "fixed":
+        turn, shift = turn.T, -turn.T @ shift
+    points = np.stack(np.meshgrid(*(np.arange(8, n - 8) for n in size), indexing="ij")).reshape(len(size), -1)
+
+    def missed(**masks):
+        found = quietly(register, *((each, np.eye(4)) for each in pair), refine=0, device="cpu", **masks)
+        there = found.field[(slice(None), *points)] + points
+        return np.linalg.norm(there - turn @ points - shift[:, None], axis=0).mean(), found
+
+    miss, found = missed()
+    assert any("blank corners" in sentence for sentence in found.warnings)
+    assert getattr(found, side).mask is not None and found.verdict == "ok", found.reason
+    assert side == "fixed" or 0.8 < found.overlap_percent / 100 / (turned > 0).mean() < 1.0
+    assert miss < 0.05 and miss < 0.2 * missed(fixed_mask=np.ones(size))[0]
+
+
+def test_only_planes_that_cut_what_a_volume_shows_bound_it():
+    def corners(image):
+        return blank_corners(read_sides((np.float32(image), np.eye(4)), (noise, np.eye(4)), False)[0], config())
+
+    noise = smooth_noise((40, 44, 36))[0, 0].numpy() + 0.2
+    whole, brain, _ = head(3)
+    turned = resampled(noise, 12.0)[0]
+    assert np.array_equal(corners(turned), turned == 0)
+    assert corners(noise) is corners(whole) is corners(brain) is corners(noise[:, :, :6]) is None
+    assert corners(resampled(0.01 + head(4)[0], 8.0)[0]) is None, "only the air around the head is cut"
+    assert corners(np.pad(noise, ((0, 0), (5, 9), (0, 0)))) is None, "padding"
+    padded = corners(np.pad(turned, ((0, 0), (0, 9), (0, 0))))
+    assert np.array_equal(padded[:, :44], turned == 0) and not padded[:, 44:].any()
+
+
+@pytest.mark.parametrize("shown", ["bar", "trunk"])
+def test_air_with_flat_sides_counts_as_before(shown):
+    """Nothing is shown there by the other volume, so it is no corner of a resampled one: no mask, and no change."""
+    pair = []
+    for seed, (length, depth) in enumerate(((26, 18), (30, 20))):
+        across, along = np.meshgrid(np.arange(68) - 33.5, np.arange(76) - 37.5, indexing="ij")
+        across, along = 0.96 * across - 0.28 * along, 0.28 * across + 0.96 * along
+        power = {"bar": 40, "trunk": 8}[shown]
+        inside = (across / depth) ** power + (along / length) ** power < 1
+        pair.append(inside[..., None] * (0.8 + 0.2 * smooth_noise((68, 76, 24), seed)[0, 0].numpy()))
+    fixed, moving = read_sides(*((image, np.eye(4)) for image in pair), False)
+    assert any(blank_corners(side, config()) is not None for side in (fixed, moving))
+    found = quietly(register, fixed, moving, refine=10, device="cpu")
+    inside, wanted = found.warped > 0.5, pair[0] > 0.5
+    assert 2 * (inside & wanted).sum() / (inside.sum() + wanted.sum()) > 0.97
+    assert found.fixed.mask is found.moving.mask is None
+
+
+def quietly(function, *given, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return function(*given, **options)
 
 
 def head(seed, size=(40, 44, 36)):
