@@ -8,7 +8,7 @@ import nibabel
 import numpy as np
 
 from Dataloader import formats
-from Dataloader.grids import air_for_filler, is_singular, require_same_grid
+from Dataloader.grids import air_for_filler, is_singular, require_same_grid, varying_box
 from Dataloader.nifti import (
     READ_ERRORS,
     as_nifti,
@@ -51,6 +51,11 @@ class Volume:
     def __iter__(self):
         """Yield array and affine, so that `apply_field(*volume, ...)` works."""
         return iter((self.array, self.affine))
+
+    @property
+    def images(self):
+        """The image and its further channels, (*spatial) each, in a list."""
+        return [self.array, *(channel.array for channel in self.channels)]
 
     def every(self, step):
         """The Volume of every step-th voxel along each axis; itself for a step of 1."""
@@ -211,6 +216,15 @@ def read_further(sources, volume):
                           f"its volume {volume.name}", volume.array.shape, volume.affine, "resample it to the volume")
         read.append(channel)
     return tuple(read)
+
+
+def without_padding(volume):
+    """A Volume without constant planes at its borders, so that padding does not change the result."""
+    first, stop = varying_box(volume.images)
+    box = tuple(slice(*ends) for ends in zip(first, stop))
+    affine = volume.affine.copy()
+    affine[:3, 3] += affine[:3, :len(first)] @ first
+    return volume.changed(lambda array: array[box], affine)
 
 
 def without_filler(volume):

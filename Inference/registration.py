@@ -29,7 +29,6 @@ from Dataloader import grids
 from Dataloader.grids import (
     SMOOTH_ABOVE,
     SMOOTH_SIGMA,
-    foreground_box,
     grid_transform,
     of_slab,
     to_canonical,
@@ -39,11 +38,21 @@ from Dataloader.grids import (
 from Dataloader.nifti import fitted_affine, one_plane
 from Dataloader.prepare import focus, scaled
 from Dataloader.transforms import is_field, read_any_field, read_matrix
-from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source, shape_of, without_filler
+from Dataloader.volume import (
+    Volume,
+    is_path,
+    read_further,
+    read_mask,
+    read_source,
+    shape_of,
+    without_filler,
+    without_padding,
+)
 from Diffusion.fields import compose, resample, then_affine, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Inference.affine import FOREGROUND, ONE_SIGN, WINDOW, align_affine
+from Inference.blank import BEYOND, SHOWN, blank_corners, grown, is_cut_off, outlined, outlined_side
 from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS, STEPS_CONTINUED
 from Inference.labels import apply_field
 from Inference.load_model import changed_config, load_model
@@ -63,20 +72,9 @@ AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 220, 20, 50
 FINE = 50  # for each voxel of the fixed grid, while it is refined slab by slab
 NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its start after going there and back
 FAR_APART = 50.0  # percent of the fixed field of view; if the moving one covers less, a warning says so
-# A moving volume that covers less of the fixed field of view, and more than CUT of one of whose sides is foreground, is
-# compared only where it was scanned: its border is no anatomy.
-WHOLE_PERCENT, CUT = 95.0, 0.25
-# A volume with a constant background, such as a skull-stripped brain, is compared only inside its content and a rim
-# (RIM of its size) if the other volume shows LARGER times as much and, once aligned, has BEYOND of that outside the
-# rim. This share is 0.27 or more for six brains and heads, and 0.01 or less for the good pairs of bench_verdict.py.
-BLANK, RIM, LARGER, BEYOND = 0.2, 0.02, 1.4, 0.15
-EVEN = 0.002  # of the intensity range, within which a background is constant: interpolation leaves ripples in it
-# A volume that was resampled at an angle is blank beyond planes. It counts as such if EMPTY of it is blank, and FLAT of
-# the border of that has one of as many directions as there are axes, within ALONG degrees; this share is 0.84 or more
-# for such volumes and 0.17 or less for 26 skull-stripped brains. The other volume must show something in SHOWN of it:
-# it does in 0.95 for such volumes, and in a few hundredths of the air around a trunk, whose sides are flat too.
-EMPTY, FLAT, ALONG, SHOWN = 0.005, 0.75, 5.0, 0.7
-SOFT, LEAST_BORDER, MOST_BORDER = 2.0, 50, 1500  # voxels: smoothing of the border, and how many of them are compared
+# A moving volume that covers less of the fixed field of view, and that its own one cuts off (`is_cut_off`), is compared
+# only where it was scanned: its border is no anatomy.
+WHOLE_PERCENT = 95.0
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -257,7 +255,7 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     fixed, moving = read_sides(fixed, moving, inverse, **beside)
     first, first_affine = read_any_field(initial, dims)
     first = total_field(torch.from_numpy(first)[None], np.linalg.inv(first_affine) @ fixed.affine, fixed.array.shape)
-    shown, *shown_channels = (apply_field(array, moving.affine, first, fixed.affine) for array in arrays(moving))
+    shown, *shown_channels = (apply_field(array, moving.affine, first, fixed.affine) for array in moving.images)
     if shown.min() == shown.max():
         raise InputError(f"{initial}: this field shows nothing of the moving volume; check that it leads from fixed "
                          "to moving, and that it is the right file.")
@@ -272,7 +270,7 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
                      "its segmentation is left out; start from a matrix to get it."]
         warnings.warn(sentences[-1], stacklevel=2)
     field = compose(torch.from_numpy(first)[None], torch.from_numpy(result.field)[None])[0].numpy()
-    warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
+    warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in moving.images)
     fixed = dataclasses.replace(fixed, mask=result.fixed.mask)  # `place` may have made one
     if shown_mask is None and result.moving.mask is not None:
         moving = outlined(moving)
@@ -294,7 +292,7 @@ def shown_part(fixed, moving, field):
     affine = scanned.affine.copy()
     affine[:3, 3] -= affine[:3, :len(field)].sum(1)  # of the ones with a rim of zeros
     seen = apply_field(np.pad(np.ones(scanned.array.shape, np.float32), 1), affine, field, fixed.affine)
-    box = tuple(slice(*ends) for ends in zip(*varying_box(arrays(fixed))))
+    box = tuple(slice(*ends) for ends in zip(*varying_box(fixed.images)))
     covered = 100.0 * float((seen[box] > 0.5).mean())
     if moving.mask is not None:
         return covered, apply_field(moving.mask, moving.affine, field, fixed.affine, order=0)
@@ -451,89 +449,6 @@ def without_corners(fixed, moving, placed, cfg):
     return tuple(volumes), cornered
 
 
-def blank_corners(volume, cfg):
-    """Booleans (*spatial): what is blank in the corners of a Volume beyond planes that cut what it shows, see EMPTY;
-    None if there is no such part, or in a volume above MOST_VOXELS. Padding does not belong to it.
-    """
-    if volume.array.size > grids.MOST_VOXELS:
-        return None
-    box = tuple(slice(*ends) for ends in zip(*varying_box(arrays(volume))))
-    image = volume.array[box]
-    blank = is_background(image)
-    if blank.mean() < EMPTY or not is_cut_off(image := scaled(image, cfg)[0]):
-        return None
-    parts, count = ndimage.label(blank)
-    reaches = np.zeros(count + 1, bool)
-    reaches[parts[np.ix_(*[[0, -1]] * image.ndim)]] = True
-    blank &= reaches[parts]
-    near = grown(blank)
-    beside = image[grown(near) & ~near] > FOREGROUND
-    if not beside.any() or beside.mean() <= CUT or not has_flat_border(blank):
-        return None
-    corners = np.zeros(volume.array.shape, bool)
-    corners[box] = blank
-    return corners
-
-
-def grown(inside):
-    """Booleans (*spatial), and all neighbours of what is True."""
-    return ndimage.binary_dilation(inside, np.ones([3] * inside.ndim))
-
-
-def has_flat_border(blank):
-    """Whether planes bound a part of a grid, in at most as many directions as it has axes; booleans (*spatial)."""
-    slope = np.stack(np.gradient(ndimage.gaussian_filter(blank.astype(np.float32), SOFT)))
-    slope = slope[(slice(None), *[slice(int(2 * SOFT), -int(2 * SOFT))] * blank.ndim)].reshape(blank.ndim, -1)
-    steep = np.linalg.norm(slope, axis=0)
-    border = np.flatnonzero(steep > 0.24 / SOFT)  # that of a plane is 0.4 / SOFT
-    if len(border) < LEAST_BORDER:
-        return False
-    border = border[::max(len(border) // MOST_BORDER, 1)]
-    directions = slope[:, border] / steep[border]
-    alike = np.abs(directions.T @ directions) > math.cos(math.radians(ALONG))
-    left = np.ones(len(alike), bool)
-    for _ in range(blank.ndim):
-        left &= ~alike[(alike & left).sum(1).argmax()]
-    return left.mean() <= 1 - FLAT
-
-
-def outlined_side(fixed, moving, affine, cfg):
-    """Which of two Volumes may lack what the other one shows: "fixed", "moving", or "" if neither or if one has a mask.
-
-    It has a constant background, nothing in it is cut off by its field of view, and it shows less than 1 / LARGER of
-    the other's volume in mm^3. affine: as for `align`; two such volumes under a rigid map may just differ in size.
-    """
-    blank = [is_background(volume.array).mean() >= BLANK for volume in (fixed, moving)]
-    masked = fixed.mask is not None or moving.mask is not None
-    if not affine or masked or not any(blank) or affine == "rigid" and all(blank):
-        return ""
-    images, shown_mm = [], []
-    for volume in (fixed, moving):
-        volume = volume.every(grids.thinning(volume.array.shape))
-        images.append(scaled(volume.array, cfg)[0])
-        voxel_mm = mean_spacing_mm(volume.affine, volume.array.ndim) ** volume.array.ndim
-        shown_mm.append(np.count_nonzero(images[-1] > FOREGROUND) * voxel_mm)
-    less = int(shown_mm[1] <= shown_mm[0])
-    if not blank[less] or is_cut_off(images[less]) or shown_mm[1 - less] < LARGER * shown_mm[less]:
-        return ""
-    return ("fixed", "moving")[less]
-
-
-def is_background(image):
-    """Booleans: where an image has the most frequent value of its corners, up to EVEN of its intensity range."""
-    low, high = grids.intensity_range(image.ravel()[::max(image.size // 10 ** 6, 1)])
-    corners, within = image[np.ix_(*[[0, -1]] * image.ndim)].ravel(), EVEN * (high - low)
-    alike = np.abs(corners[:, None] - corners) <= within
-    return np.abs(image - corners[alike.sum(1).argmax()]) <= within
-
-
-def outlined(volume):
-    """A Volume with a mask: what is no `is_background`, and RIM of the size of that around it."""
-    shown = ~is_background(volume.array)
-    rim = np.maximum(np.round(RIM * np.diff(foreground_box(shown), axis=0)[0]), 1).astype(int)
-    return dataclasses.replace(volume, mask=ndimage.maximum_filter(shown.astype(np.float32), 2 * rim + 1))
-
-
 def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None):
     """Place the moving volume before the deformation, and sample both volumes on the working grid: Placed.
 
@@ -550,7 +465,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
         fixed, moving = without_padding(fixed), without_padding(moving)
     (fixed01, *fixed_rest), (moving01, *moving_rest) = (
         [scaled(array, cfg, None if volume.mask is None or as_trained else array[volume.mask > 0])[0]
-         for array in arrays(volume)] for volume in (fixed, moving))
+         for array in volume.images] for volume in (fixed, moving))
     work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained,
                                            fixed_rest[:cfg["data.channels"] - 1], most)
     if isinstance(start, str) and start == "auto":
@@ -584,12 +499,6 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
                   compared_by)
 
 
-def is_cut_off(image):
-    """Whether a side of the field of view cuts through what a volume shows. image: (*spatial), in 0 .. 1."""
-    faces = [np.take(image, end, axis) for axis in range(image.ndim) for end in (0, -1)]
-    return any((face > FOREGROUND).mean() > CUT for face in faces)
-
-
 def within_memory(volume):
     """A Volume; above MOST_VOXELS it loses its padding, and if it is still too large it goes to `isotropic_grid`."""
     for shrink in (without_padding, onto_isotropic_grid):
@@ -617,20 +526,6 @@ def require_mask(mask, volume):
         raise InputError(f"{volume.name}: no voxel of the grid on which the volumes are compared lies wholly in its "
                          "mask: make a thin mask a voxel thicker on each side, or check that both volumes show the "
                          "same place.")
-
-
-def without_padding(volume):
-    """A Volume without constant planes at its borders, so that padding does not change the result."""
-    first, stop = varying_box(arrays(volume))
-    box = tuple(slice(*ends) for ends in zip(first, stop))
-    affine = volume.affine.copy()
-    affine[:3, 3] += affine[:3, :len(first)] @ first
-    return volume.changed(lambda array: array[box], affine)
-
-
-def arrays(volume):
-    """The images of a Volume, the first one and its further channels, (*spatial) each."""
-    return [volume.array, *(channel.array for channel in volume.channels)]
 
 
 def working_grid(image, affine, cfg, as_trained, further=(), most=None):
@@ -852,7 +747,7 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
     placed, work_affine = solution.placed, solution.placed.work_affine
     field = total_field(solution.field, np.linalg.inv(work_affine) @ fixed.affine, fixed.array.shape,
                         np.linalg.inv(fixed.affine) @ placed.matrix @ work_affine)
-    warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
+    warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in moving.images)
     sentences, more = [], {}
     if placed.overlap_percent < FAR_APART:
         advice = "check that both show the same part of the body" if placed.alignment else (

@@ -22,9 +22,10 @@ from Diffusion.losses import (
 )
 from Diffusion.metrics import average, dice, folding_percent
 from Inference.affine import ONE_SIGN, align_affine
+from Inference.blank import blank_corners, outlined_side
 from Inference.choices import SIMILARITIES
 from Inference.labels import apply_label
-from Inference.registration import apply_field, blank_corners, outlined_side, read_sides, register, register_from
+from Inference.registration import apply_field, read_sides, register, register_from
 from OM_register import main as om_register
 from Runtime.errors import InputError
 from tests.test_refine import alike, refined

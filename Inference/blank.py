@@ -1,0 +1,116 @@
+"""What is blank in a volume: background, corners of a grid that was turned, and what a field of view cuts off.
+
+Registration must not take it for anatomy. `outlined_side` and `blank_corners` say which volume needs a mask for that;
+`place` in registration.py decides with the other volume.
+"""
+import dataclasses
+import math
+
+import numpy as np
+from scipy import ndimage
+
+from Dataloader import grids
+from Dataloader.prepare import scaled
+from Inference.affine import FOREGROUND
+
+CUT = 0.25  # of a side of the field of view; if more is foreground, it cuts off what the volume shows
+# A volume with a constant background, such as a skull-stripped brain, is compared only inside its content and a rim
+# (RIM of its size) if the other volume shows LARGER times as much and, once aligned, has BEYOND of that outside the
+# rim. This share is 0.27 or more for six brains and heads, and 0.01 or less for the good pairs of bench_verdict.py.
+BLANK, RIM, LARGER, BEYOND = 0.2, 0.02, 1.4, 0.15
+EVEN = 0.002  # of the intensity range, within which a background is constant: interpolation leaves ripples in it
+# A volume that was resampled at an angle is blank beyond planes. It counts as such if EMPTY of it is blank, and FLAT of
+# the border of that has one of as many directions as there are axes, within ALONG degrees; this share is 0.84 or more
+# for such volumes and 0.17 or less for 26 skull-stripped brains. The other volume must show something in SHOWN of it:
+# it does in 0.95 for such volumes, and in a few hundredths of the air around a trunk, whose sides are flat too.
+EMPTY, FLAT, ALONG, SHOWN = 0.005, 0.75, 5.0, 0.7
+SOFT, LEAST_BORDER, MOST_BORDER = 2.0, 50, 1500  # voxels: smoothing of the border, and how many of them are compared
+
+
+def outlined_side(fixed, moving, affine, cfg):
+    """Which of two Volumes may lack what the other one shows: "fixed", "moving", or "" if neither or if one has a mask.
+
+    It has a constant background, nothing in it is cut off by its field of view, and it shows less than 1 / LARGER of
+    the other's volume in mm^3. affine: as for `align`; two such volumes under a rigid map may just differ in size.
+    """
+    blank = [is_background(volume.array).mean() >= BLANK for volume in (fixed, moving)]
+    masked = fixed.mask is not None or moving.mask is not None
+    if not affine or masked or not any(blank) or affine == "rigid" and all(blank):
+        return ""
+    images, shown_mm = [], []
+    for volume in (fixed, moving):
+        volume = volume.every(grids.thinning(volume.array.shape))
+        images.append(scaled(volume.array, cfg)[0])
+        voxel_mm = grids.voxel_volume(volume.affine, volume.array.ndim)
+        shown_mm.append(np.count_nonzero(images[-1] > FOREGROUND) * voxel_mm)
+    less = int(shown_mm[1] <= shown_mm[0])
+    if not blank[less] or is_cut_off(images[less]) or shown_mm[1 - less] < LARGER * shown_mm[less]:
+        return ""
+    return ("fixed", "moving")[less]
+
+
+def is_background(image):
+    """Booleans: where an image has the most frequent value of its corners, up to EVEN of its intensity range."""
+    low, high = grids.intensity_range(image.ravel()[::max(image.size // 10 ** 6, 1)])
+    corners, within = image[np.ix_(*[[0, -1]] * image.ndim)].ravel(), EVEN * (high - low)
+    alike = np.abs(corners[:, None] - corners) <= within
+    return np.abs(image - corners[alike.sum(1).argmax()]) <= within
+
+
+def outlined(volume):
+    """A Volume with a mask: what is no `is_background`, and RIM of the size of that around it."""
+    shown = ~is_background(volume.array)
+    rim = np.maximum(np.round(RIM * np.diff(grids.foreground_box(shown), axis=0)[0]), 1).astype(int)
+    return dataclasses.replace(volume, mask=ndimage.maximum_filter(shown.astype(np.float32), 2 * rim + 1))
+
+
+def blank_corners(volume, cfg):
+    """Booleans (*spatial): what is blank in the corners of a Volume beyond planes that cut what it shows, see EMPTY;
+    None if there is no such part, or in a volume above MOST_VOXELS. Padding does not belong to it.
+    """
+    if volume.array.size > grids.MOST_VOXELS:
+        return None
+    box = tuple(slice(*ends) for ends in zip(*grids.varying_box(volume.images)))
+    image = volume.array[box]
+    blank = is_background(image)
+    if blank.mean() < EMPTY or not is_cut_off(image := scaled(image, cfg)[0]):
+        return None
+    parts, count = ndimage.label(blank)
+    reaches = np.zeros(count + 1, bool)
+    reaches[parts[np.ix_(*[[0, -1]] * image.ndim)]] = True
+    blank &= reaches[parts]
+    near = grown(blank)
+    beside = image[grown(near) & ~near] > FOREGROUND
+    if not beside.any() or beside.mean() <= CUT or not has_flat_border(blank):
+        return None
+    corners = np.zeros(volume.array.shape, bool)
+    corners[box] = blank
+    return corners
+
+
+def grown(inside):
+    """Booleans (*spatial), and all neighbours of what is True."""
+    return ndimage.binary_dilation(inside, np.ones([3] * inside.ndim))
+
+
+def has_flat_border(blank):
+    """Whether planes bound a part of a grid, in at most as many directions as it has axes; booleans (*spatial)."""
+    slope = np.stack(np.gradient(ndimage.gaussian_filter(blank.astype(np.float32), SOFT)))
+    slope = slope[(slice(None), *[slice(int(2 * SOFT), -int(2 * SOFT))] * blank.ndim)].reshape(blank.ndim, -1)
+    steep = np.linalg.norm(slope, axis=0)
+    border = np.flatnonzero(steep > 0.24 / SOFT)  # that of a plane is 0.4 / SOFT
+    if len(border) < LEAST_BORDER:
+        return False
+    border = border[::max(len(border) // MOST_BORDER, 1)]
+    directions = slope[:, border] / steep[border]
+    alike = np.abs(directions.T @ directions) > math.cos(math.radians(ALONG))
+    left = np.ones(len(alike), bool)
+    for _ in range(blank.ndim):
+        left &= ~alike[(alike & left).sum(1).argmax()]
+    return left.mean() <= 1 - FLAT
+
+
+def is_cut_off(image):
+    """Whether a side of the field of view cuts through what a volume shows. image: (*spatial), in 0 .. 1."""
+    faces = [np.take(image, end, axis) for axis in range(image.ndim) for end in (0, -1)]
+    return any((face > FOREGROUND).mean() > CUT for face in faces)
