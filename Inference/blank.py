@@ -25,6 +25,7 @@ EVEN = 0.002  # of the intensity range, within which a background is constant: i
 # it does in 0.95 for such volumes, and in a few hundredths of the air around a trunk, whose sides are flat too.
 EMPTY, FLAT, ALONG, SHOWN = 0.005, 0.75, 5.0, 0.7
 SOFT, LEAST_BORDER, MOST_BORDER = 2.0, 50, 1500  # voxels: smoothing of the border, and how many of them are compared
+MOST_SHOWN = 2 ** 21  # voxels of a grid that is enough to see planes on; larger ones are thinned
 
 
 def outlined_side(fixed, moving, affine, cfg):
@@ -88,6 +89,16 @@ def blank_corners(volume, cfg):
     return corners
 
 
+def without(volume, blank):
+    """A Volume with a mask without a blank part, booleans (*spatial), without a voxel around it, which may be
+    interpolated from both, and without padding.
+    """
+    mask = np.zeros(blank.shape, np.float32)
+    box = tuple(slice(*ends) for ends in zip(*grids.varying_box(volume.images)))
+    mask[box] = ~grown(blank[box])
+    return dataclasses.replace(volume, mask=mask)
+
+
 def grown(inside):
     """Booleans (*spatial), and all neighbours of what is True."""
     return ndimage.binary_dilation(inside, np.ones([3] * inside.ndim))
@@ -95,6 +106,7 @@ def grown(inside):
 
 def has_flat_border(blank):
     """Whether planes bound a part of a grid, in at most as many directions as it has axes; booleans (*spatial)."""
+    blank = blank[(slice(None, None, math.ceil((blank.size / MOST_SHOWN) ** (1 / blank.ndim))),) * blank.ndim]
     slope = np.stack(np.gradient(ndimage.gaussian_filter(blank.astype(np.float32), SOFT)))
     slope = slope[(slice(None), *[slice(int(2 * SOFT), -int(2 * SOFT))] * blank.ndim)].reshape(blank.ndim, -1)
     steep = np.linalg.norm(slope, axis=0)

@@ -52,7 +52,7 @@ from Diffusion.fields import compose, resample, then_affine, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Inference.affine import FOREGROUND, ONE_SIGN, WINDOW, align_affine
-from Inference.blank import BEYOND, SHOWN, blank_corners, grown, is_cut_off, outlined, outlined_side
+from Inference.blank import BEYOND, SHOWN, blank_corners, is_cut_off, outlined, outlined_side, without
 from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS, STEPS_CONTINUED
 from Inference.labels import apply_field
 from Inference.load_model import changed_config, load_model
@@ -273,7 +273,8 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in moving.images)
     fixed = dataclasses.replace(fixed, mask=result.fixed.mask)  # `place` may have made one
     if shown_mask is None and result.moving.mask is not None:
-        moving = outlined(moving)
+        blank = blank_corners(moving, changed_config(dims, options.get("config")))
+        moving = outlined(moving) if blank is None else without(moving, blank)
     judged = {"compared_by": result.compared_by, "one_sign": result.one_sign, "overlap_percent": overlap}
     matrix = fixed.affine @ fitted_affine(field) @ np.linalg.inv(fixed.affine)
     scores = pair_scores(fixed, moving, field, warped, matrix, None, judged)
@@ -419,32 +420,34 @@ def place(fixed, moving, affine, start, cfg, device, as_trained):
                 return pair, seen, dataclasses.replace(placed, outlined=side)
     found = aligned((fixed, moving))
     if fixed.mask is None and moving.mask is None:
-        pair, cornered = without_corners(fixed, moving, found[2], cfg)
+        pair, cornered = without_corners(found, cfg)
         with contextlib.suppress(InputError):
             if cornered:
                 pair, seen, placed = aligned(pair)
-                overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine,
-                                          placed.matrix, pair[1].mask)
+                one, two = map(without_padding, seen)
+                overlap = overlap_percent(one.array.shape, one.affine, two.array.shape, two.affine, placed.matrix,
+                                          two.mask)
                 return pair, seen, dataclasses.replace(placed, cornered=cornered, overlap_percent=overlap)
     return found
 
 
-def without_corners(fixed, moving, placed, cfg):
+def without_corners(found, cfg):
     """Two Volumes, with a mask for each whose `blank_corners` lie where the other one, as they are placed, shows
-    something or was not scanned; and these sides. The mask leaves out a voxel more, which may be interpolated.
+    something or was not scanned; and these sides. found: what `place` returns, without masks.
     """
-    volumes, cornered, size = [fixed, moving], (), placed.pair["fixed"].shape[1:]
+    volumes, seen, placed = found
+    volumes, cornered, size = list(volumes), (), placed.pair["fixed"].shape[1:]
     to_world = placed.work_affine, placed.matrix @ placed.work_affine
     for number, side in enumerate(("fixed", "moving")):
-        volume, other = volumes[number], volumes[1 - number]
+        volume, other = volumes[number], seen[1 - number]
         blank = blank_corners(volume, cfg)
         if blank is None:
             continue
         beyond = _on_working_grid(np.float32(blank), volume.affine, to_world[number], size) > 0.99
-        seen = _on_working_grid(np.ones(other.array.shape, np.float32), other.affine, to_world[1 - number], size) > 0.99
-        shown = placed.pair[("moving", "fixed")[number]][0][beyond & seen] > FOREGROUND
+        scanned = _on_working_grid(np.ones(other.array.shape, np.float32), other.affine, to_world[1 - number], size)
+        shown = placed.pair[("moving", "fixed")[number]][0][beyond & (scanned > 0.99)] > FOREGROUND
         if not shown.size or shown.mean() > SHOWN:
-            volumes[number] = dataclasses.replace(volume, mask=(~grown(blank)).astype(np.float32))
+            volumes[number] = without(volume, blank)
             cornered += (side,)
     return tuple(volumes), cornered
 

@@ -300,6 +300,12 @@ def test_blank_corners_of_a_resampled_volume_do_not_count(size, side):
     assert any("blank corners" in sentence for sentence in found.warnings)
     assert getattr(found, side).mask is not None and found.verdict == "ok", found.reason
     assert side == "fixed" or 0.8 < found.overlap_percent / 100 / (turned > 0).mean() < 1.0
+    shifted = np.eye(4)
+    shifted[:len(size), 3] = -12.0
+    padded = quietly(register, *((np.pad(each, 12), shifted) if each is turned else (each, np.eye(4)) for each in pair),
+                     refine=0, device="cpu")
+    assert padded.similarity == pytest.approx(found.similarity, abs=0.02)
+    assert padded.overlap_percent == pytest.approx(found.overlap_percent, abs=2)
     assert miss < 0.05 and miss < 0.2 * missed(fixed_mask=np.ones(size))[0]
 
 
