@@ -218,12 +218,16 @@ def read_further(sources, volume):
     return tuple(read)
 
 
+def unpadded_box(volume):
+    """The slices of a Volume without constant planes at its borders, see `varying_box`."""
+    return tuple(slice(*ends) for ends in zip(*varying_box(volume.images)))
+
+
 def without_padding(volume):
     """A Volume without constant planes at its borders, so that padding does not change the result."""
-    first, stop = varying_box(volume.images)
-    box = tuple(slice(*ends) for ends in zip(first, stop))
+    box = unpadded_box(volume)
     affine = volume.affine.copy()
-    affine[:3, 3] += affine[:3, :len(first)] @ first
+    affine[:3, 3] += affine[:3, :len(box)] @ [ends.start for ends in box]
     return volume.changed(lambda array: array[box], affine)
 
 

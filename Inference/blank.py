@@ -11,6 +11,7 @@ from scipy import ndimage
 
 from Dataloader import grids
 from Dataloader.prepare import scaled
+from Dataloader.volume import unpadded_box
 from Inference.affine import FOREGROUND
 
 CUT = 0.25  # of a side of the field of view; if more is foreground, it cuts off what the volume shows
@@ -71,7 +72,7 @@ def blank_corners(volume, cfg):
     """
     if volume.array.size > grids.MOST_VOXELS:
         return None
-    box = tuple(slice(*ends) for ends in zip(*grids.varying_box(volume.images)))
+    box = unpadded_box(volume)
     image = volume.array[box]
     blank = is_background(image)
     if blank.mean() < EMPTY or not is_cut_off(image := scaled(image, cfg)[0]):
@@ -94,7 +95,7 @@ def without(volume, blank):
     interpolated from both, and without padding.
     """
     mask = np.zeros(blank.shape, np.float32)
-    box = tuple(slice(*ends) for ends in zip(*grids.varying_box(volume.images)))
+    box = unpadded_box(volume)
     mask[box] = ~grown(blank[box])
     return dataclasses.replace(volume, mask=mask)
 

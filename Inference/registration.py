@@ -33,7 +33,6 @@ from Dataloader.grids import (
     of_slab,
     to_canonical,
     to_grid,
-    varying_box,
 )
 from Dataloader.nifti import fitted_affine, one_plane
 from Dataloader.prepare import focus, scaled
@@ -45,6 +44,7 @@ from Dataloader.volume import (
     read_mask,
     read_source,
     shape_of,
+    unpadded_box,
     without_filler,
     without_padding,
 )
@@ -293,8 +293,7 @@ def shown_part(fixed, moving, field):
     affine = scanned.affine.copy()
     affine[:3, 3] -= affine[:3, :len(field)].sum(1)  # of the ones with a rim of zeros
     seen = apply_field(np.pad(np.ones(scanned.array.shape, np.float32), 1), affine, field, fixed.affine)
-    box = tuple(slice(*ends) for ends in zip(*varying_box(fixed.images)))
-    covered = 100.0 * float((seen[box] > 0.5).mean())
+    covered = 100.0 * float((seen[unpadded_box(fixed)] > 0.5).mean())
     if moving.mask is not None:
         return covered, apply_field(moving.mask, moving.affine, field, fixed.affine, order=0)
     image = grids.rescale(scanned.array, *grids.intensity_range(scanned.array))
