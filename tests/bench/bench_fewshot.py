@@ -34,7 +34,7 @@ the mean over both labels, then over the seeds. Its 95 % interval, and that of t
 (the first five), are over the test volumes by Student's t. The scores of each seed show the effect of the choice of
 labelled volumes. Cells run in the order of the table, 1 volume first; after --minutes of CPU time no further cell
 starts, and the skipped ones are named. Each cell and each volume's copies have a file; --resume continues.
-MONAI is in requirements-bench.txt, and batchgenerators for the rows with nnunet.
+MONAI and batchgenerators (nnU-Net's set) are in requirements-bench.txt.
 """
 import argparse
 import functools
@@ -435,7 +435,7 @@ def main(argv=None):
     args = parse_arguments(argv)
     needed = ["monai", *["batchgenerators"] * any("nnunet" in method for method in args.methods)]
     if lacking := next((name for name in needed if importlib.util.find_spec(name) is None), None):
-        raise InputError(f"{lacking} is not installed: pip install {lacking}, or name other --methods.")
+        raise InputError(f"{lacking} is not installed: pip install -r requirements-bench.txt, or name other --methods.")
     torch.set_num_threads(args.threads)
     grid = SETS[args.data]["grid"]
     net, drawn_by = load_model(args.checkpoint)
