@@ -46,6 +46,7 @@ from Runtime.errors import (
     PLANNED_RESTART,
     STOP,
     InputError,
+    fault_of,
     keep_freed_memory,
     parse_options,
     unbreakable_output,
@@ -383,7 +384,8 @@ def train_step(run, volumes, pairs, **raised):
 
     volumes, pairs: lists of batches, from `epoch_batches`. raised: requests of this rank, see agree.agree; they go into
     the agreement of the first mode.
-    Returns: the step's log line, and what the ranks agreed on in its first mode.
+    Returns: the step's log line, what the ranks agreed on in its first mode, and the names of the modes whose loss or
+    gradient was not finite.
     """
     cfg, progress, results = run.cfg, run.progress, {}
     compare = cfg["run.checksum_every"] and progress.step % cfg["run.checksum_every"] == 0
@@ -407,21 +409,21 @@ def train_step(run, volumes, pairs, **raised):
         memory.empty_cache(cfg, run.device)
 
     optim.update_ema(run.ema, run.net, cfg, progress.step)
-    nonfinite = [result.moved for result in results.values()].count(False)
+    failed = [name for name, result in results.items() if not result.moved]
     gate_open = any(MODES[name].gate for name in results)
     progress.sums.steps += 1
     progress.sums.open += gate_open
-    progress.sums.nonfinite += nonfinite
-    progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if nonfinite else 0
+    progress.sums.nonfinite += len(failed)
+    progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if failed else 0
     terms = {}
     for name, result in results.items():
         twice = terms.keys() & result.terms
         if twice:
             raise InputError(f"mode {name} and an earlier one both return a loss term {min(twice)}; rename one.")
         terms.update(result.terms)
-    line = {"epoch": progress.epoch, "ang": terms.get("ang"), "open": gate_open, "nonfinite": nonfinite,
+    line = {"epoch": progress.epoch, "ang": terms.get("ang"), "open": gate_open, "nonfinite": len(failed),
             "terms": of_their_share(terms), "norms": {name: result.norm for name, result in results.items()}}
-    return line, next(iter(results.values())).agreed
+    return line, next(iter(results.values())).agreed, failed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -436,7 +438,8 @@ def train(cfg, args, ranks, folder):
     if is_main:
         training_state.announce(run)
     profile, pace = new_profile(args.profile, progress.step, ranks.rank, folder, run.device), new_pace()
-    steps_here, step_s, leave = 0, 0.0, None  # steps of this launch, seconds of the last, the agreed reason to leave
+    # Steps of this launch, seconds of the last one and of the last validation, the agreed reason to leave.
+    steps_here, step_s, validation_s, leave = 0, 0.0, 0.0, None
 
     while progress.epoch < cfg["run.epochs"]:
         watchdog.phase("epoch")
@@ -470,7 +473,7 @@ def train(cfg, args, ranks, folder):
                 wish = next((reason for reason in reversed(agree.REASONS) if reasons.get(reason)), None)
                 due = is_main and 0 < 60 * cfg["run.checkpoint_minutes"] < time.monotonic() - run.saved
 
-                line, agreed = train_step(run, volumes, pairs, leave=wish, save=due)
+                line, agreed, failed = train_step(run, volumes, pairs, leave=wish, save=due)
                 advance(progress, split)
                 spent = watchdog.end_step()
                 step_s = time.monotonic() - step_began
@@ -479,8 +482,8 @@ def train(cfg, args, ranks, folder):
                     watchdog.event("step", **line, spent=spent)
                     show_progress(bar, below, progress, cfg, steps, first_step, split.samples, time.monotonic() - began)
                 keep_pace(pace, line, spent, run.watch, run.curves)
-                if line["nonfinite"]:
-                    training_state.refuse_nonfinite(run)
+                if failed:
+                    training_state.refuse_nonfinite(run, failed)
 
                 leave, step, save_every = agreed.leave, progress.step_in_epoch, cfg["run.checkpoint_steps"]
                 if leave or agreed.save or (save_every and step % save_every == 0 and step < steps):
@@ -495,15 +498,28 @@ def train(cfg, args, ranks, folder):
 
         # The end of an epoch: validation, log, TensorBoard, a checkpoint.
         epoch, sums, last = progress.epoch, progress.sums, progress.epoch + 1 == cfg["run.epochs"]
+        validate = len(run.held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last)
+        if validate:
+            # A validation may last for minutes: leave before it rather than be killed in it, and validate after the
+            # restart. A launch that has made no step validates in any case, or it would be restarted for ever.
+            late = 0 < args.max_seconds_before_restart < time.monotonic() - run.launched + validation_s
+            wish = "signal" if watchdog.stop_requested() else "time" if steps_here and late else None
+            leave = agree.agree(ranks, progress.step, "validation", leave=wish).leave
+            if leave:
+                training_state.save(run, checkpoint.step_name(epoch, progress.step_in_epoch, cfg["data.name"],
+                                                              cfg["model.name"]))
+                break
         watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world_size=ranks.world_size,
                        samples=progress.samples, steps=sums.steps,
                        **optim.footprint(run.net, run.optimizers, run.device))
         scores, picture = {}, None
-        if len(run.held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last):
+        if validate:
             watchdog.phase("evaluate")
+            validation_began = time.monotonic()
             memory.trim()  # else memory that the C library keeps from the steps adds to the validation's
             with optim.ema_weights(run.net, run.ema):
                 scores, picture = validation.validate(run, run.held_out)
+            validation_s = time.monotonic() - validation_began
             watchdog.phase("evaluate")
         if run.curves:
             entry = {**averages(sums), "steps": sums.steps, "open_share": sums.open / max(sums.steps, 1),
@@ -572,8 +588,8 @@ def main(argv=None):
     except OSError as error:
         if run or is_passing(error):
             raise
-        print(f"error: {error.filename or 'the run'}: {error.strerror or error}: name another folder (run.models), "
-              "or have the permissions of this one corrected.", file=sys.stderr)
+        print(f"error: {fault_of(error, 'the run')}: name another folder (run.models), or have the permissions of this "
+              "one corrected.", file=sys.stderr)
         code = STOP
     except InputError as error:
         # An error from a loader's worker has the worker's traceback in front of the sentence.

@@ -146,7 +146,7 @@ def restore(run, content, path, continues):
     starts from the averaged weights, as all tools use them. Adam's moments and the average are loaded later, once they
     exist.
     """
-    changes = checkpoint.check_compatible(content, run.cfg, path)
+    changes = checkpoint.check_compatible(content, run.cfg, path, continues)
     weights = content["model"] if continues else content.get("ema") or content["model"]
     checkpoint.load_weights(run.net, {"model": weights}, path)
     if continues:
@@ -214,12 +214,16 @@ def announce(run):
     run.curves = new_writer(f"{cfg['run.logs']}/{run.folder.name}", step, run.folder / "pictures")
 
 
-def refuse_nonfinite(run):
-    """After a step without an update: stop if the weights are not finite, or if too many losses in a row are not."""
+def refuse_nonfinite(run, failed):
+    """After a step without an update: stop if the weights are not finite, or if too many losses in a row are not.
+
+    failed: names of the modes without an update.
+    """
     step, most = run.progress.step, run.cfg["run.max_nonfinite"]
     for name, parameter in run.net.named_parameters():
         if not whole(parameter).isfinite().all():
             raise RuntimeError(f"the weights are not finite after step {step}: {name}")
     if run.progress.nonfinite_in_a_row >= most:
-        raise InputError(f"{run.folder}: the loss or its gradient was not finite in {most} steps in a row, the last "
-                         f"one {step - 1}; look at the data, or lower optim.lr or the weights of the losses.")
+        raise InputError(f"{run.folder}: the loss or its gradient was not finite in {most} steps in a row, in the last "
+                         f"one, {step - 1}, that of {' and '.join(failed)}; look at the data, or lower optim.lr or the "
+                         "weights of the losses.")

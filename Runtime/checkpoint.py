@@ -222,9 +222,11 @@ def require_own(state, path):
     return state
 
 
-def check_compatible(state, cfg, path):
+def check_compatible(state, cfg, path, continues=True):
     """Compare the config in `state` with `cfg` (both flat, dotted keys). path: of the checkpoint, for the error.
 
+    continues: False if only the weights are taken, and what has no weights may differ: the number of passes, and how
+    much of a volume the condition shows.
     Returns: a text "key: before -> after" for each key that differs and is none of MODEL_KEYS.
     Raises InputError naming the first of MODEL_KEYS that differs.
     """
@@ -236,8 +238,9 @@ def check_compatible(state, cfg, path):
     old, new = json.loads(json.dumps(config)), json.loads(json.dumps(cfg))
     changed = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in {**old, **new}
                if key not in old or key not in new or old[key] != new[key]}
+    free = () if continues else ("model.rec_num", "model.condition_type")
     for key in sorted(MODEL_KEYS, key=lambda key: key != "model.name"):
-        if key in changed:
+        if key in changed and (key not in free or "none" in changed[key]):
             problem = "is a checkpoint of another network" if key == "model.name" else "does not match the config"
             raise InputError(f"{path} {problem} ({key} is {changed[key][0]} in the checkpoint and {changed[key][1]} in "
                              "the config): use the config it was trained with, or start a new run with --fresh and "

@@ -105,9 +105,12 @@ def flatten(nested, path):
     if not isinstance(nested, dict):
         raise InputError(f"{path}: a config is a YAML mapping of sections, like Config/config_om.yaml.")
     flat = {}
+    sections = {key.split(".")[0] for key in KEYS}
     for section, values in nested.items():
         of_section = {str(section): values}
-        if isinstance(values, dict):
+        if values == "" and section in sections:  # all its lines are commented out
+            of_section = {}
+        elif isinstance(values, dict):
             of_section = {f"{section}.{key}": value for key, value in values.items()}
         if twice := flat.keys() & of_section:
             raise InputError(f"{path}: {min(twice)} is there twice, dotted and in its section; keep one.")

@@ -58,6 +58,14 @@ def first_line(error):
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
+def fault_of(error, what):
+    """The file of an OSError and what is wrong with it. what: named if the error has no file."""
+    path = error.filename
+    if isinstance(error, FileExistsError) and path and os.path.islink(path):  # for a folder that makedirs should make
+        return f"{path}: a link to {os.readlink(path)}, which is no folder"
+    return f"{path or what}: {error.strerror or error}"
+
+
 def ranges(numbers):
     """[0, 1, 2, 5] becomes "0-2, 5"."""
     parts = []

@@ -24,7 +24,7 @@ from pathlib import Path
 import yaml
 
 from Runtime.config import flatten, load_config
-from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
+from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError, fault_of
 from Runtime.files import append_line, is_passing, is_there, listed, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import checkpoint_files, durable, durable_step, trust_again
@@ -430,14 +430,14 @@ def main(argv):
         passes = argv[:1] == ["begin"] and unattended and not isinstance(error, TakenOver)
         return 1 if passes else STOP
     except OSError as error:
-        what = f"{error.filename or 'the run'}: {error.strerror or error}"
+        what = fault_of(error, "the run")
         if is_passing(error):
             what += ", and that did not pass: make room, or wait until it answers, then start the same command again."
             print(f"error: {what}", file=sys.stderr)
             if argv[0] == "end":  # the launcher takes a stop after a round as told
                 launcher_tell([what])
             return STOP
-        advice = "name another folder (run.models), or have this one's rights corrected"
+        advice = "name another folder (run.models), or have the permissions of this one corrected"
         if isinstance(error, FileNotFoundError):
             advice = "somebody has moved or removed the run; put it back, or start the same command again"
         print(f"error: {what}: {advice}.", file=sys.stderr)

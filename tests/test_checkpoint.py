@@ -472,6 +472,14 @@ def test_compatibility_messages():
         checkpoint.check_compatible(state, {**CONFIG, "model.channels": [8]}, "f.pth")
     with pytest.raises(InputError, match=r"f\.pth is a checkpoint of another network .*om_net.*unet.*--fresh"):
         checkpoint.check_compatible(state, {**CONFIG, "model.channels": [8], "model.name": "unet"}, "f.pth")
+    # Without weights of their own, these may differ where only the weights are taken.
+    state["config"] |= {"model.rec_num": 1, "model.condition_type": "slice"}
+    other = state["config"] | {"model.rec_num": 2, "model.condition_type": "volume"}
+    checkpoint.check_compatible(state, other, "f.pth", continues=False)
+    with pytest.raises(InputError, match=r"model\.(rec_num|condition_type) is"):
+        checkpoint.check_compatible(state, other, "f.pth")
+    with pytest.raises(InputError, match=r"model\.condition_type is slice"):
+        checkpoint.check_compatible(state, other | {"model.condition_type": "none"}, "f.pth", continues=False)
     with pytest.raises(InputError, match="f.pth has no config"):
         checkpoint.check_compatible({"format": 1, "model": {}}, CONFIG, "f.pth")
 

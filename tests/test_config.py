@@ -225,6 +225,7 @@ def test_the_table_of_keys_says_type_and_limits():
     ("- 3", ["mapping"]),
     ("", ["mapping"]),
     ("model: 3", ["unknown key model", "did you mean"]),
+    ("modal:", ["unknown key modal", "did you mean"]),
     ("a: !!python/object/apply:os.getcwd []", ["unknown key a"]),
     ("base: config_om.yaml\noptim:\n  lr: 1e-3\nrun:\n  epochs: 3\noptim:\n  average: 0.9\n",
      ["not valid YAML", "line 6: optim appears twice"]),
@@ -285,7 +286,8 @@ def test_a_name_that_no_file_can_have_is_refused_before_anything_is_written(name
 def test_a_config_of_the_project_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config("config_demo.yaml") == load_config(ROOT / "Config/config_demo.yaml")
-    (tmp_path / "config_demo.yaml").write_text("base: config_om.yaml\nmodel: {rec_num: 3}\n")  # an own file comes first
+    (tmp_path / "config_demo.yaml").write_text(  # an own file comes first
+        "base: config_om.yaml\nmodel: {rec_num: 3}\nloss:\n")  # of loss all lines are commented out
     assert load_config("config_demo.yaml")["model.rec_num"] == 3
     with pytest.raises(InputError, match="none.yaml: there is no such config file"):
         load_config("none.yaml")

@@ -65,6 +65,11 @@ def test_a_refused_start_leaves_no_folder_and_is_no_death(tmp_path, capsys):
     run, changes = tmp_path / "Models/demo_om_net", {**QUICK, **ONE_SUBJECT, "data__repeats": 1}
     assert om.main(arguments(tmp_path, **changes)) == 43 and "no such data" in capsys.readouterr().err
     assert list((tmp_path / "Models").iterdir()) == [] and not (tmp_path / "Logs").exists()
+    (tmp_path / "Models").rmdir()
+    (tmp_path / "Models").symlink_to("nowhere")
+    assert om.main(arguments(tmp_path, **changes)) == 43
+    assert "Models: a link to nowhere, which is no folder: name another folder" in capsys.readouterr().err
+    (tmp_path / "Models").unlink()
     make_data(tmp_path, size=8)
     assert om.main(arguments(tmp_path, **changes, run__epochs=1)) == 0
     assert "all training volumes are of one subject, so mode 2 has no other" in capsys.readouterr().out

@@ -117,6 +117,23 @@ def test_planned_restarts_give_the_same_state_and_averages(data, tmp_path, finis
     assert [line["step"] for line in log_lines(tmp_path, "step")] == list(range(STEPS))
 
 
+def test_a_signal_in_the_last_step_of_an_epoch_is_heard_before_its_validation(data, tmp_path, whole, monkeypatch):
+    advance = om.advance
+
+    def warn(progress, split):
+        advance(progress, split)
+        if (progress.epoch, progress.step_in_epoch) == (0, STEPS // 2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(om, "advance", warn)
+        patched.setitem(om.watchdog.STATE, "stop", None)  # what a process keeps until it ends
+        assert train(data, tmp_path, **CARRIED) == 42
+    assert log_lines(tmp_path, "epoch") == [] and log_lines(tmp_path, "leave")[0]["reason"] == om.WHY_LEFT["signal"]
+    assert checkpoint.newest(tmp_path / "Models/demo_om_net").startswith(f"tmp/000000_step{STEPS // 2:04d}")
+    assert train(data, tmp_path, **CARRIED) == 0 and same_run(tmp_path, whole)
+
+
 def test_what_a_run_leaves_behind_is_of_its_length(whole):
     """Adam of mode 3 has counted the steps in which the gate was open; the others all of them."""
     state, open_steps = newest_state(whole), sum(line["open"] for line in log_lines(whole, "step"))
@@ -355,8 +372,8 @@ def test_a_step_counts_its_modes_and_fills_the_queue_in_order(data):
     run = begin(config(data, data__global_batchsize=4))
     volumes, pairs = first_batches(run)
     assert [len(batch[0]) for batch in volumes] == [2, 2] and [len(batch[0]) for batch in pairs] == [2, 2]
-    line, agreed = om.train_step(run, volumes, pairs, leave="signal")
-    assert line["open"] and line["nonfinite"] == 0 and agreed.leave == "signal" and not agreed.save
+    line, agreed, failed = om.train_step(run, volumes, pairs, leave="signal")
+    assert line["open"] and line["nonfinite"] == 0 and not failed and agreed.leave == "signal" and not agreed.save
     subjects = torch.cat([batch[2] for batch in volumes])
     assert run.queue["next"] == 4 and torch.equal(run.queue["subjects"][:4], subjects)
     assert run.progress.sums.steps == run.progress.sums.open == 1
@@ -462,7 +479,8 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(d
     assert step("plain").moved and checkpoint.weights_sha256(run.net.state_dict()) != before
     assert train(data, tmp_path, optim__lr=1e30, run__max_nonfinite=3) == 43
     message = capfd.readouterr().err
-    assert "not finite in 3 steps in a row" in message and "Traceback" not in message
+    assert "not finite in 3 steps in a row, in the last one, " in message and "Traceback" not in message
+    assert ", that of diffusion" in message
     assert log_lines(tmp_path, "step")[-1]["nonfinite"] > 0
     word, sentence = state_of(read_run(next((tmp_path / "Models").iterdir())))
     assert word == "stopped" and "not finite in 3 steps in a row" in sentence and "checkpoint" not in sentence
@@ -545,7 +563,7 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
     signal.signal(signal.SIGCHLD, handler)
     run = begin(plain)
     run.cfg = Recorder(plain)
-    om.training_state.refuse_nonfinite(run)
+    om.training_state.refuse_nonfinite(run, ["registration"])
     attempts.launcher_begin(["--config", "any", "--launcher-pid", str(os.getpid()), "--tasks", "1"])
     fixed, moving = ((volume, np.eye(4)) for volume in torch.rand(2, 12, 12, 12).numpy())
     register(fixed, moving, (build_network(plain), Recorder(plain)), affine=False, refine=2)

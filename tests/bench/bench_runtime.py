@@ -87,7 +87,7 @@ def take_steps(state, batches, count, seconds):
         watchdog.new_step(progress.step)
         volumes, pairs = next(batches)
         memory.watch(state.watch, progress.step)
-        line, _ = om.train_step(state, volumes, pairs)
+        line, *_ = om.train_step(state, volumes, pairs)
         om.advance(progress, state.split)
         synchronize(state.device)
         watchdog.event("step", **line, spent=watchdog.end_step())
