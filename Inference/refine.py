@@ -81,8 +81,37 @@ def refine(pair, field, steps, cfg, progress=False):
         if weight == "auto":
             two_modalities = cfg["registration.similarity"] in OF_TWO_MODALITIES
             weight = OTHER_MEASURE if two_modalities else inferred_weight(pair, field, cfg)
-        found = deformed(pair, field, level_steps(size, steps, cfg), weight, cfg, bar.update)
-        return resize_field(found, size), weight
+        found = resize_field(deformed(pair, field, level_steps(size, steps, cfg), weight, cfg, bar.update), size)
+        start = torch.zeros_like(found) if field is None else resize_field(field, size)
+        return start if is_worse(pair, start, found, cfg) else found, weight
+
+
+def is_worse(pair, start, found, cfg):
+    """Whether the images of a small pair are less alike under the field found than under the start.
+
+    Every step has the same length, also where nothing is left to find: a volume would be moved away from itself, by a
+    tenth of a voxel on average in one of 24^3. In large ones this is little, and measuring it would take time. pair: as
+    for `refine`. start, found: (1, N, *spatial) in voxels.
+    """
+    if (shrinking(found.shape[2:]) > 1 or pair["structures"] is not None
+            or cfg["registration.similarity"] not in CORRELATION):
+        return False
+    whole = pair_at_level(pair, 1, cfg)
+    return correlation_under(whole, found, cfg) < correlation_under(whole, start, cfg)
+
+
+def correlation_under(whole, field, cfg, measured=None):
+    """Mean local correlation of a pair under a field: a float. whole: from `pair_at_level`. field: in voxels.
+
+    measured: (1, 1, *spatial), what counts of it, besides the masks; None: everything.
+    """
+    measured = torch.ones_like(field[:, :1]) if measured is None else measured
+    images = whole["images"]
+    warped, counts = warp_pair(whole, field)
+    values, counted = local_correlation_map(warped[:, :images], whole["fixed"][:, :images], cfg["refine.window"],
+                                            cfg["registration.squared"], counts)
+    counts = measured if counts is None else measured * counts
+    return float(weighted_mean(values * counted, counts) / weighted_mean(counted, counts).clamp(min=1e-6))
 
 
 def inferred_weight(pair, field, cfg):
@@ -107,16 +136,11 @@ def inferred_weight(pair, field, cfg):
         start = resize_field(deformed(small, start, [gross], GROSS, cfg), size)
 
     whole = pair_at_level({**small, "structures": None}, 1, cfg)
-    images = whole["images"]
 
     def score(weight):
         """The similarity in the held-out cubes, under the field found with this weight."""
         found = resize_field(deformed(halves, start, levels, weight, cfg), size)
-        warped, counts = warp_pair(whole, found)
-        values, counted = local_correlation_map(warped[:, :images], whole["fixed"][:, :images], cfg["refine.window"],
-                                                cfg["registration.squared"], counts)
-        counts = measured if counts is None else measured * counts
-        return float(weighted_mean(values * counted, counts) / weighted_mean(counted, counts).clamp(min=1e-6))
+        return correlation_under(whole, found, cfg, measured)
 
     return best_weight(score)
 

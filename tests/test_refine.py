@@ -95,6 +95,19 @@ def test_it_goes_on_from_the_field_given_and_interpolates_once():
     assert further > alike(moving, fixed, half, cfg) > alike(moving, fixed, None, cfg) and further > from_zero
 
 
+@pytest.mark.parametrize("weight", ["auto", 0.5])
+def test_a_volume_stays_where_it_is_already_itself(weight):
+    """Each step moves its fastest voxel by a whole step, however little force is left."""
+    moving, fixed, true = pair(3)
+    cfg = config() | {"refine.weight": weight}
+    assert not refined(fixed, fixed.clone(), None, 20, cfg).any()
+    shifted = torch.roll(fixed, 2, dims=2)
+    start = torch.zeros_like(true)
+    start[:, 0] = 2.0
+    assert torch.equal(refined(shifted, warp(shifted, start, padding="border"), start, 20, cfg), start)
+    assert refined(moving, fixed, None, 20, cfg).abs().max() > 1
+
+
 def test_the_force_is_how_the_similarity_grows_along_the_field():
     """Against finite differences of both local correlations under a smooth change of the field."""
     moving, fixed, true = pair(3, amplitude=1.0)

@@ -21,8 +21,10 @@ end diastole and is scored on the seven at end systole, with the published setti
                     at most six
   recovered         the draws of `random` after recovery by the network of --checkpoint, as in the paper
   towards           the same draws recovered towards these unlabelled volumes, if the network sees a condition
-  moved_affine, wide_affine, recovered_affine   those copies, with flips_affine on top
-  moved_nnunet, recovered_nnunet                those copies, with nnunet on top
+  segmented         no copies: the unlabelled volumes themselves, all of them, with labels that the labelled ones give
+                    them by registration (OM_study.py segment)
+  moved_affine, wide_affine, recovered_affine, segmented_affine   those samples, with flips_affine on top
+  moved_nnunet, recovered_nnunet                                  those copies, with nnunet on top
 The simple rows draw anew in every step. Copies are drawn once: 16 of a single volume, 8 of each of two, 4 of each of
 five or ten; a sample is a copy with probability SHARE, else the volume itself. Volumes lie on one grid, mean 0,
 variance 1. All rows share the network, steps, initial weights and order of the volumes, and add only their own
@@ -51,7 +53,7 @@ import torch
 from bench_augment import (
     DATA,
     ROOT,
-    brought_copies,
+    bring,
     keep,
     kept,
     loss_of,
@@ -77,12 +79,14 @@ from Runtime.device import autocast
 from Runtime.errors import DONE, InputError
 from Runtime.files import sha256, write_file
 from Runtime.keyed_random import generator, uniform
+from Study.fusion import fuse
 
 SIMPLE = ("none", "flips_affine", "elastic", "nnunet", "bigaug")
 COMBINED = {f"{copies}_{on_top}": copies for on_top, kinds in (
-    ("affine", ("moved", "wide", "recovered")), ("nnunet", ("moved", "recovered"))) for copies in kinds}
+    ("affine", ("moved", "wide", "recovered", "segmented")), ("nnunet", ("moved", "recovered"))) for copies in kinds}
 COPIES = ("random", "wide", "moved", "recovered", "towards")
-METHODS = (*SIMPLE, *COPIES, *COMBINED)
+METHODS = (*SIMPLE, *COPIES, "segmented", *COMBINED)
+MADE = set()  # files of copies that this run has made, which it need not make again
 COUNTS = {1: 16, 2: 8}  # copies of each volume, by how many have labels; LEAST of more
 WIDE = 1e-4
 LEAST, SHARE, START = 4, 0.8, "48+2"
@@ -263,16 +267,46 @@ def counts_of(orders, counts):
     return needed
 
 
-def drawn_copies(method, volume, count, model, cfg, others):
+def on_own_scale(image, label, affine, cfg):
+    """A volume on the grid as the U-Net takes it, see `standard`."""
+    return standard(*on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg))
+
+
+def carried(volume, others, args, cfg):
+    """A labelled volume registered to others: {id: (image, label) on the grid of that other}, each found only once."""
+    settings, path = json.dumps([cfg, our_commit()], sort_keys=True), args.out / "carried" / f"{volume[0]}.npz"
+    found = kept(path, settings, args.resume or path in MADE) or {}
+    found.pop("settings", None)
+    if missing := [other for other in others if f"{other[0]} label" not in found]:
+        for other, (image, label) in zip(missing, bring(volume, missing, None, cfg, "carrying", "nearest")):
+            found |= {f"{other[0]} image": image, f"{other[0]} label": label}
+        keep(path, settings, **found)
+        MADE.add(path)
+    return {other[0]: (found[f"{other[0]} image"], found[f"{other[0]} label"]) for other in others}
+
+
+def segmented(order, labelled, args, cfg):
+    """For each labelled volume its samples: itself, and all unlabelled volumes with labels joined from all labelled
+    ones. order: the volumes of a seed, of which the first `labelled` have labels."""
+    unlabelled, samples = sorted(order[labelled:], key=lambda other: other[0]), []
+    atlases = [carried(volume, unlabelled, args, cfg) for volume in order[:labelled]]
+    for identity, image, _, affine in unlabelled:
+        label, _ = fuse(image, *zip(*[atlas[identity] for atlas in atlases]))
+        samples.append(on_own_scale(image, label, affine, cfg))
+    return [[on_own_scale(*volume[1:], cfg), *samples] for volume in order[:labelled]]
+
+
+def drawn_copies(method, volume, count, model, args, cfg, others):
     """Copies of one volume on the grid: list of (image, label). others: the unlabelled volumes, in any order: the
     copies are kept, and must not depend on the seed in which they are drawn first."""
     identity, image, label, affine = volume
-    others = sorted(others, key=lambda other: other[0])
-    if method == "moved":
-        return brought_copies(volume, others, argparse.Namespace(draws=count), cfg)["moved"]
-    others = [other for other in others if other[0] != identity]
-    drawing = model[1] | ({"diffusion.v_scale": WIDE} if method == "wide" else {})
+    others = sorted((other for other in others if other[0] != identity), key=lambda other: other[0])
     limits, made = intensity_range(image, *cfg["data.percentiles"]), []
+    if method == "moved":
+        others = random.Random(identity).sample(others, min(count, len(others)))
+        moved = carried(volume, others, args, cfg)
+        return [on_grid(*moved[other[0]], other[3], limits, cfg) for other in others]
+    drawing = model[1] | ({"diffusion.v_scale": WIDE} if method == "wide" else {})
     for number in tqdm(range(count), f"{method} copies of {identity}", unit="copy", leave=False):
         shown = pick_target(others, (0, subject_number(identity), number)) if method == "towards" else [None] * 4
         copy, moved, _ = augment(image, label, affine, None if method in ("random", "wide") else model, START,
@@ -287,21 +321,21 @@ def pool_of(method, volume, count, labelled, model, args, cfg, others):
     count: how many copies are drawn of it, or more in an earlier run, of which the first ones are taken when `labelled`
     volumes have labels.
     """
-    itself = on_grid(*volume[1:], intensity_range(volume[1], *cfg["data.percentiles"]), cfg)
-    source = COMBINED.get(method, method)
+    itself, source = on_own_scale(*volume[1:], cfg), COMBINED.get(method, method)
     if source not in COPIES:
-        return [standard(*itself)]
+        return [itself]
     settings = json.dumps([START, cfg, sha256(find_checkpoint(args.checkpoint)), our_commit()], sort_keys=True)
     path = args.out / "copies" / source / f"{volume[0]}.npz"
-    found = kept(path, settings, args.resume)
+    found = kept(path, settings, args.resume or path in MADE)
     if found is None or len(found["images"]) < count:
         images, labels = (torch.stack(parts).numpy()
-                          for parts in zip(*drawn_copies(source, volume, count, model, cfg, others)))
+                          for parts in zip(*drawn_copies(source, volume, count, model, args, cfg, others)))
         keep(path, settings, images=images.astype(np.float16), labels=labels.astype(np.uint8))
+        MADE.add(path)
         found = kept(path, settings, True)
     copies = [(torch.from_numpy(image).float(), torch.from_numpy(label).float())
               for image, label in zip(found["images"], found["labels"])]
-    return [standard(*drawn) for drawn in (itself, *copies[:args.counts[labelled]])]
+    return [itself, *(standard(*drawn) for drawn in copies[:args.counts[labelled]])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -356,15 +390,19 @@ def cell(method, labelled, seed, order, needed, held_out, model, args, cfg, over
 
     over: run nothing any more; without a file it is None.
     """
-    copies = args.counts[labelled] if COMBINED.get(method, method) in COPIES else 0
+    source = COMBINED.get(method, method)
+    copies = args.counts[labelled] if source in COPIES else 0
     weights = sha256(find_checkpoint(args.checkpoint)) if copies else None
     settings = [args.steps, args.rate, args.test_ids, WIDTHS, cfg, weights, our_commit()]
     path = args.out / "cells" / f"{method}_{labelled}_{copies}_{seed}.json"
     if (found := kept_json(path, settings, args.resume)) or over:
         return found or None
     began = time.process_time()
-    pool = [pool_of(method, volume, needed[volume[0]], labelled, model, args, cfg, order)
-            for volume in order[:labelled]]
+    if source == "segmented":
+        pool = segmented(order, labelled, args, cfg)
+    else:
+        pool = [pool_of(method, volume, needed[volume[0]], labelled, model, args, cfg, order)
+                for volume in order[:labelled]]
     drawn = time.process_time()
     net = train(pool, method, seed, args, cfg)
     trained = time.process_time()
@@ -448,8 +486,7 @@ def main(argv=None):
     volumes = read_set(args.data, SETS[args.data]["train"], cfg)
     if max(args.shots) > len(volumes):
         raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes to learn from.")
-    held_out = [standard(*on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg))
-                for _, image, label, affine in read_set(args.data, args.test_ids, cfg)]
+    held_out = [on_own_scale(*volume[1:], cfg) for volume in read_set(args.data, args.test_ids, cfg)]
     orders = orders_of(volumes, args.seeds)
     needed = counts_of(orders, args.counts)
     found, began = {}, time.process_time()
