@@ -26,19 +26,24 @@ def overlap():
     return ["--overlap"] if "--overlap" in ask(["srun", "--help"], 20, quiet=True)[1] else []
 
 
+def cores():
+    """The option with the cores of a task. From 23.11 on, srun ends if it is not there and SLURM_TRES_PER_TASK has
+    another number; from 22.05 to then, a task would have one core without it."""
+    return ["--cpus-per-task=" + os.environ["SLURM_CPUS_PER_TASK"]] if os.environ.get("SLURM_CPUS_PER_TASK") else []
+
+
 def on_node(node, command):
     """The command that runs a single task on a node, within 30 s."""
     return ["timeout", "--kill-after=5", "30", "setsid", "srun", "--quiet", *overlap(),
             "--job-name=" + os.environ["STEP_NAME"], "--export=ALL", "--nodes=1", "--ntasks=1", "--nodelist=" + node,
-            "--input=none", *command]
+            *cores(), "--input=none", *command]
 
 
 def step(options, words):
     """The command that runs a program of the repository as one task for each rank on the chosen nodes."""
-    cores = os.environ.get("SLURM_CPUS_PER_TASK")
     return ["srun", *options, "--export=ALL", "--nodes=" + os.environ["NODE_COUNT"],
             "--nodelist=" + ",".join(os.environ["NODES"].split()), "--ntasks=" + os.environ["RANKS"],
-            "--ntasks-per-node=" + os.environ["TASKS_PER_NODE"], *(["--cpus-per-task=" + cores] if cores else []),
+            "--ntasks-per-node=" + os.environ["TASKS_PER_NODE"], *cores(),
             "--distribution=block", "--input=none", "--job-name=" + os.environ["STEP_NAME"],
             "bash", "Scripts/task.sh", *words]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from OM_train_3modes import parse_arguments
-from Supervisor import launcher
+from Supervisor import launcher, scheduler
 from Supervisor.attempts import history, read_lines
 from Supervisor.processes import Leave
 from tests import launching
@@ -395,6 +395,33 @@ def test_a_name_that_is_not_ascii_passes_an_old_python_in_the_locale_c():
     done = subprocess.run([sys.executable, "-X", "utf8=0", "-c", call], cwd=ROOT, capture_output=True, timeout=60,
                           env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"})
     assert (done.returncode, done.stdout) == (0, b"OMNIMORPH_RUN=" + name + b"\n"), done.stderr.decode()
+
+
+# As srun of Slurm 23.11 and newer, it runs nothing for a task whose cores the environment gives in two ways.
+SRUN = """echo "$*" >> "$FOLDER/sruns"
+[[ $1 == --help ]] && exit
+if [[ $* != *--cpus-per-task=* && ${SLURM_CPUS_PER_TASK:-} != "${SLURM_TRES_PER_TASK#cpu=}" ]]; then
+    echo "srun: fatal: SLURM_CPUS_PER_TASK and SLURM_TRES_PER_TASK are mutually exclusive" >&2; exit 1
+fi
+"""
+
+
+def in_allocation(folder, monkeypatch, srun=SRUN, **more):
+    """Set the environment of a job on a, b and c, with an srun that does this."""
+    for name, body in (("srun", srun), ("scontrol", """[[ $2 == hostnames ]] && printf '%s\\n' a b c"""),
+                       ("sinfo", "echo down"), ("squeue", "")):
+        stand_in(folder / name, body)
+    settings = {"PATH": f"{folder}:{os.environ['PATH']}", "FOLDER": str(folder), "SLURM_JOB_ID": "7",
+                "SLURM_JOB_NODELIST": "[a-c]", "SLURM_TASKS_PER_NODE": "2(x3)",
+                "STEP_NAME": f"omnimorph-{os.getpid()}", "UNDER_SLURM": "1", "FIXED_ADDRESS": "a", **more}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_nodes_answer_an_srun_that_wants_the_cores_of_a_task_on_its_command_line(tmp_path, monkeypatch):
+    in_allocation(tmp_path, monkeypatch, SLURM_CPUS_PER_TASK="12", SLURM_TRES_PER_TASK="cpu=1")
+    chosen = scheduler.choose_nodes(0)
+    assert (chosen["NODES"], chosen["RANKS"]) == ("a b c", 6)
 
 
 def test_an_srun_whose_step_does_not_begin_ends_with_its_round(tmp_path, monkeypatch):
