@@ -302,6 +302,22 @@ def test_ranks_of_one_host_in_a_job_of_several_are_refused(monkeypatch):
     assert why == "error: RANKS=2 starts processes on this host only, and job 7 has 2 nodes: unset RANKS"
 
 
+def test_a_job_of_several_nodes_whose_shell_has_no_srun_does_not_train_on_one(tmp_path):
+    """The step would be fixed for fewer ranks, so the result would change."""
+    (tmp_path / "bin").mkdir()
+    for folder in os.environ["PATH"].split(":"):  # all programs but Slurm's
+        for program in Path(folder).glob("*"):
+            with contextlib.suppress(FileExistsError):
+                program.name in ("srun", "scontrol", "squeue") or (tmp_path / "bin" / program.name).symlink_to(program)
+    job = f"bare{os.getpid()}"
+    environment = {name: value for name, value in launcher_environment(1).items() if name != "RANKS"}
+    done = launching.run(["bash", LAUNCHER, *arguments(tmp_path)], cwd=ROOT, timeout=60, env={
+        **environment, "PATH": str(tmp_path / "bin"), "SLURM_JOB_ID": job, "SLURM_NNODES": "2"})
+    (ROOT / f"Logs/train_multi_{job}.out").unlink()
+    assert done.returncode == 43 and f"error: job {job} has 2 nodes, and without srun in the PATH" in done.stdout
+    assert not (tmp_path / "Models").exists()
+
+
 # What sbatch passes on where it is called in a step of an array's task that has been requeued.
 OF_ANOTHER = {"SLURM_ARRAY_JOB_ID": "100", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "0",
               "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_CPU_BIND_LIST": "0x1"}
