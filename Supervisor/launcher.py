@@ -145,7 +145,7 @@ def choose_port():
     """Set the ranks' port: the user's, or one free on rank 0's node, or one free here and most likely there too."""
     first, port = os.environ["NODES"].split()[0], os.environ.get("FIXED_PORT", "")
     if not port and on_slurm() and os.environ.get("SLURMD_NODENAME") != first:
-        port = ask(scheduler.on_node(first, attempts("port")), 40)[1].strip()
+        port = ask(scheduler.on_nodes([first], attempts("port")), 40)[1].strip()
     with socket.socket() as probe:
         probe.bind(("", 0))
         answer(MASTER_PORT=port if port.isdecimal() else probe.getsockname()[1])

@@ -440,6 +440,21 @@ def test_nodes_answer_an_srun_that_wants_the_cores_of_a_task_on_its_command_line
     assert (chosen["NODES"], chosen["RANKS"]) == ("a b c", 6)
 
 
+@pytest.mark.parametrize("dead, told, expected", [
+    ("x", "a b c", ["a,b,c"]), ("b", "a c", ["a,b,c", "a", "b", "c", "b"])], ids=["none", "one"])
+def test_all_nodes_are_asked_by_one_srun_and_each_by_its_own_only_where_that_fails(tmp_path, monkeypatch, dead, told,
+                                                                                  expected):
+    """Sites limit the requests of a user at a time, and a job may have hundreds of nodes."""
+    monkeypatch.setattr(scheduler, "nap", lambda seconds: None)
+    in_allocation(tmp_path, monkeypatch, SRUN + f'[[ $* != *--nodelist=*{dead}*--input* ]]')
+    assert scheduler.choose_nodes(60)["NODES"] == told
+    asked = [line for line in (tmp_path / "sruns").read_text().splitlines() if line != "--help"]
+    lists = [next(word[11:] for word in line.split() if word.startswith("--nodelist=")) for line in asked]
+    assert lists[0] == expected[0] and sorted(lists) == sorted(expected)
+    count = expected[0].count(",") + 1
+    assert f"--nodes={count} --ntasks={count} --ntasks-per-node=1 " in asked[0] and asked[0].endswith(" true")
+
+
 def test_an_srun_whose_step_does_not_begin_ends_with_its_round(tmp_path, monkeypatch):
     """It would start the ranks of this round beside those of the next one."""
     for name, body in (("srun", "read -t 60 <> <(:)"), ("squeue", "")):
