@@ -358,12 +358,14 @@ def again(words):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def clean(words):
-    """End what is left, remove copies of the cache (data.stage) that killed ranks left, unlock the folder."""
+    """End what is left, remove copies of the cache (data.stage) that killed ranks left, also on nodes that have been
+    left out since, unlock the folder."""
     if on_slurm():
         end_steps()
     if os.environ.get("OMNIMORPH_STAGE"):
         command = [*interpreter(), "-m", "Dataloader.staging", os.environ["OMNIMORPH_STAGE"]]
-        scheduler.on_all_nodes(os.environ["HOSTS"].split(), command)
+        nodes = scheduler.nodes_of_job() if on_slurm() else []
+        scheduler.on_all_nodes(nodes or os.environ["HOSTS"].split(), command)
     if os.environ.get("OMNIMORPH_TOKEN"):
         ask(attempts("unlock"), 60)
 

@@ -440,6 +440,14 @@ def test_nodes_answer_an_srun_that_wants_the_cores_of_a_task_on_its_command_line
     assert (chosen["NODES"], chosen["RANKS"]) == ("a b c", 6)
 
 
+def test_copies_of_volumes_are_removed_from_nodes_that_were_left_out_too(tmp_path, monkeypatch):
+    """They are patients', and a killed rank cannot remove them."""
+    in_allocation(tmp_path, monkeypatch, EXCLUDED="b", HOSTS="a", PYTHON=sys.executable, OMNIMORPH_STAGE="/dev/shm")
+    launcher.clean([])
+    asked = [line for line in (tmp_path / "sruns").read_text().splitlines() if "Dataloader.staging /dev/shm" in line]
+    assert sorted(line.partition("--nodelist=")[2][0] for line in asked) == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("dead, told, expected", [
     ("x", "a b c", ["a,b,c"]), ("b", "a c", ["a,b,c", "a", "b", "c", "b"])], ids=["none", "one"])
 def test_all_nodes_are_asked_by_one_srun_and_each_by_its_own_only_where_that_fails(tmp_path, monkeypatch, dead, told,
