@@ -18,6 +18,7 @@ ECHOES = ("closed by peer", "connection reset", "broken pipe", "timed out waitin
 KINDS = {
     "out of device memory": ("outofmemoryerror", "cuda out of memory", "xpu out of memory", "hip out of memory",
                              "cuda error: out of memory", "hip error: out of memory", "out_of_device_memory",
+                             "cuda failure 2 'out of memory'", "cuda failure 'out of memory'", "hiperroroutofmemory",
                              "ur_result_error_out_of_resources", "cublas_status_alloc_failed"),
     "out of host memory": ("memoryerror", "out of memory", "out_of_host_memory", "cannot allocate", "can't allocate"),
     "device lost": ("ur_result_error_device_lost", "device_lost", "no xpu devices are available",
@@ -27,7 +28,7 @@ KINDS = {
     "out of step": ("expected to have finished reduction in the prior iteration",),
     "too many open files": ("too many open files",),
     "communication set-up": ("no socket interface found", "pmi_init", "ccl backend not found", "xccl not built in",
-                             "ofi transport", "ccl worker thread"),
+                             "distributed package doesn't have", "ofi transport", "ccl worker thread"),
     "a loader worker died": ("dataloader worker", "worker process"),
     "disk": ("no space left", "disk quota", "could not be written", "read-only file system", "input/output error",
              "stale file handle", "transport endpoint"),

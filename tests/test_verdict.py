@@ -243,6 +243,10 @@ def test_done_and_planned_restart_are_no_deaths(tmp_path):
      "out of step"),
     ("OSError: [Errno 24] Too many open files", "too many open files"),
     ("DistBackendError: Bootstrap : no socket interface found", "communication set-up"),
+    ("DistBackendError: ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
+     "out of device memory"),
+    ("RuntimeError: hipErrorOutOfMemory", "out of device memory"),
+    ("RuntimeError: Distributed package doesn't have XCCL built in", "communication set-up"),
     ("RuntimeError: ccl backend not found", "communication set-up"),
     ("UnpicklingError: Weights only load failed. This file can still be loaded", "a checkpoint that does not load"),
     ("OSError: [Errno 108] Cannot send after transport endpoint shutdown", "disk")])
