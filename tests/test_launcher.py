@@ -236,6 +236,16 @@ def test_nothing_that_a_program_prints_is_run(tmp_path):
     assert not (tmp_path / "owned").exists() and ended(tmp_path) == ["done"]
 
 
+def test_an_answer_larger_than_a_pipe_keeps_nobody_waiting(tmp_path):
+    """Of a job with thousands of nodes, whose names come several times."""
+    call = f"""if [[ $3 == begin ]]; then
+        {shlex.quote(sys.executable)} "$@" | sed 's/^{{/{{"FILLER": "'$(printf %0100000d 0)'", /'
+        exit "${{PIPESTATUS[0]}}"
+    fi"""
+    run(tmp_path, rank=DONE, call=call)
+    assert ended(tmp_path) == ["done"]
+
+
 def test_help_is_a_text_and_starts_nothing(tmp_path):
     done = launching.run(["bash", LAUNCHER, "--help"], cwd=tmp_path, timeout=20)
     assert done.returncode == 0 and not done.stderr
