@@ -140,7 +140,8 @@ supervise() {  # seconds, command, words: set `code`, and the variables that it 
     local answer line
     exec {answer}< <(
         [[ $2 =~ ^(end|clean|tell|requeue)$ ]] && trap '' TERM INT USR1 HUP  # first this, then what they are about
-        exec "${supervisor[@]}" "${@:2}"
+        # A pipe holds 64 KiB, and is read only once the command has ended.
+        exec "${supervisor[@]}" "${@:2}" > >(trap '' TERM INT USR1 HUP; mapfile lines; printf %s "${lines[@]}")
     )
     child=$! WHY="" LEFT=""
     await "$child" "$1"

@@ -124,10 +124,11 @@ def rank_charts(found):
                          note="without waiting for others: a rank above the others makes all others wait"),
               line_chart("host memory, GiB", few(host) + leak_lines(found, host, "host"), restarts(found),
                          note="of the process and its loader workers")]
-    if any(np.isfinite(y).any() for _, y in device.values() if len(y)):
+    if any(np.isfinite(y).any() for _, y in device.values() if len(y)):  # some drivers do not report it
+        charts.append(line_chart("device memory that is free, GiB", few(device), restarts(found)))
+    if any(np.isfinite(y).any() for _, y in reserved.values() if len(y)):
         held = few(reserved) + leak_lines(found, reserved, "device")
-        charts += [line_chart("device memory that is free, GiB", few(device), restarts(found)),
-                   line_chart("device memory that torch holds, GiB", held, restarts(found))]
+        charts.append(line_chart("device memory that torch holds, GiB", held, restarts(found)))
     return charts
 
 

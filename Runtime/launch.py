@@ -22,7 +22,8 @@ from Runtime.errors import InputError, ranges
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world_size": ("WORLD_SIZE", "SLURM_NTASKS")}
 HEAR_S = 10.0  # time for all ranks to read the result of rank 0's roll call
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
+           "ONEAPI_DEVICE_SELECTOR")
 OF_A_NODE = ("data.stage", "run.threads")  # keys that may differ between ranks
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
 

@@ -63,6 +63,10 @@ def watch(state, step):
     """
     state["count"] += 1
     sample = measure(state["device"], state["limit"])
+    if state["count"] == 1 and (sentence := not_seen(state["device"], sample)):
+        watchdog.event("leaks not seen", what=sentence)
+        if watchdog.STATE.get("rank", 0) == 0:
+            print(f"{sentence}.", file=sys.stderr, flush=True)
     if sample["host_free"] is not None and sample["host_free"] < SHORT * sample["host_used"]:
         keep_freed_memory(False)
         trim()
@@ -86,9 +90,10 @@ def measure(device, limit_bytes=0):
     would count twice. Linux only.
     host_free: the least that the machine, the control groups of this process and limit_bytes leave. Linux only.
     device_free: free on the whole device, for all its processes. device_reserved: held by torch's allocator;
-    device_allocated: the part of it that tensors use.
+    device_allocated: the part of it that tensors use. device_unreserved: what the allocator has left of the device,
+    given only where the driver does not report what is free.
     """
-    used = host_free = device_free = reserved = allocated = None
+    used = host_free = device_free = unreserved = reserved = allocated = None
     if sys.platform == "linux":
         used = _host_used()
         available = _number("MemAvailable", "/proc/meminfo") or _number("MemFree", "/proc/meminfo")  # WSL 1: MemFree
@@ -100,14 +105,22 @@ def measure(device, limit_bytes=0):
         module = torch.get_device_module(device)
         reserved, allocated = module.memory_reserved(device), module.memory_allocated(device)
         total = module.get_device_properties(device).total_memory
+        # Observed: torch's allocator and an Intel driver got at most 44.8 of 64 GiB together.
+        out_of_reach = int((1 - XPU_SHARE) * total) if device.type == "xpu" else 0
         try:
-            device_free = module.mem_get_info(device)[0]
-        except RuntimeError:  # some Intel drivers do not report it
-            device_free = total - reserved
-        if device.type == "xpu":  # observed: torch's allocator and the driver got at most 44.8 of 64 GiB together
-            device_free -= int((1 - XPU_SHARE) * total)
-    return {"host_used": used, "host_free": host_free, "device_free": device_free, "device_reserved": reserved,
-            "device_allocated": allocated}
+            device_free = module.mem_get_info(device)[0] - out_of_reach
+        except RuntimeError:  # Intel drivers report it only with ZES_ENABLE_SYSMAN=1
+            unreserved = total - reserved - out_of_reach
+    return {"host_used": used, "host_free": host_free, "device_free": device_free, "device_unreserved": unreserved,
+            "device_reserved": reserved, "device_allocated": allocated}
+
+
+def not_seen(device, sample):
+    """Which leaks `find_leak` cannot see in samples of `measure` like this one, and what to do; "" if it sees all."""
+    if device.type == "cpu" or sample["device_free"] is not None:
+        return ""
+    advice = "; set ZES_ENABLE_SYSMAN=1 before the start" if device.type == "xpu" else ""
+    return f"this driver does not report free memory, so leaks of the driver are not seen{advice}"
 
 
 def find_leak(samples, steps):
@@ -123,12 +136,13 @@ def find_leak(samples, steps):
     """
     if len(samples) < EARLY:
         return None
-    keys = ("host_used", "host_free", "device_free", "device_reserved", "device_allocated")
-    host_used, host_free, device_free, reserved, allocated = (
-        np.array([sample[key] for sample in samples], float) for key in keys)
+    keys = ("host_used", "host_free", "device_free", "device_unreserved", "device_reserved", "device_allocated")
+    host_used, host_free, device_free, unreserved, reserved, allocated = (
+        np.array([sample.get(key) for sample in samples], float) for key in keys)
     steps = np.array(steps, float) - steps[-1]
     # The allocator returns unused memory before memory runs out, so only memory in use reveals a growing graph.
-    graph = _leak("graph", "device", allocated, device_free + reserved - allocated, steps)
+    left = np.where(np.isnan(device_free), unreserved, device_free)
+    graph = _leak("graph", "device", allocated, left + reserved - allocated, steps)
     driver = _leak("driver or communication", "device", -reserved - device_free, device_free, steps)
     device = max(filter(None, (graph, driver)), key=lambda leak: leak["bytes_per_step"], default=None)
     host = _leak("loader or Python objects", "host", host_used, host_free, steps)

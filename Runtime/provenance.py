@@ -18,7 +18,7 @@ from Runtime.files import listed, write_file
 from Runtime.run_lock import launch_files
 
 # Environment variables that drivers, communication libraries and torch read.
-SETTINGS = re.compile("(NCCL|RCCL|CCL|GLOO|UCX|FI|I_MPI|MPICH|MIOPEN|HSA|HIP|ROCR|CUDA|ZE|ONEAPI|SYCL|NEO|TORCH|"
+SETTINGS = re.compile("(NCCL|RCCL|CCL|GLOO|UCX|FI|I_MPI|MPICH|MIOPEN|HSA|HIP|ROCR|CUDA|ZE|ZES|ONEAPI|SYCL|NEO|TORCH|"
                       "PYTORCH|OMP|MKL|KMP|MASTER|CLUSTER|PYTHONPATH)(_.*)?$")
 
 

@@ -15,7 +15,7 @@
 # Slurm writes its output to the folder Logs, which must exist when a job is submitted. Without a device:
 # sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
 #
-# Exit code: 0 nothing grows, 1 something grows with every iteration, 43 this cannot run.
+# Exit code: 0 nothing grows, 1 something grows with every iteration, 43 this cannot run or has no verdict.
 set -u
 unset CDPATH PYTHONSAFEPATH  # a user's: cd would go elsewhere, and Python would not find our modules
 

@@ -136,6 +136,7 @@ failed_ranks() {  # step: true if none; sets `reason` to the first
 
 run_srun() {  # 04 on all nodes of this allocation
     local nodes=${SLURM_JOB_NUM_NODES:-1} first address tasks code
+    local -a cpus=()
     if ((nodes < 2)); then
         reason="the allocation has one node; take two: salloc --nodes=2 --ntasks-per-node=<devices> ..., or sbatch"
         return 1
@@ -149,8 +150,11 @@ run_srun() {  # 04 on all nodes of this allocation
     fi
     unset SLURM_LABELIO SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_GPUS  # see bash_train_multi_nodes.sh
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
-    [[ -n ${SLURM_CPUS_PER_TASK:-} ]] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # all that 22.05 reads
-    if ! host=$(timeout --kill-after=10 120 srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" \
+    if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+        export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # all that 22.05 reads
+        cpus=(--cpus-per-task="$SLURM_CPUS_PER_TASK")  # 23.11 wants it if SLURM_TRES_PER_TASK has another number
+    fi
+    if ! host=$(timeout --kill-after=10 120 srun --overlap --nodes=1 --ntasks=1 "${cpus[@]}" --nodelist="$first" \
         "${ladder[@]}" --host 2> "$folder/04.srun.log" < /dev/null); then
         reason="srun cannot run a task on $first: $(tail -n 1 "$folder/04.srun.log")"
         return 1
@@ -159,7 +163,7 @@ run_srun() {  # 04 on all nodes of this allocation
     tasks=$devices
     [[ $kind == cpu ]] && tasks=2
     MASTER_ADDR=$address MASTER_PORT=${MASTER_PORT:-$port} timeout --kill-after=30 $((seconds + 60)) \
-        srun --overlap --overcommit --kill-on-bad-exit=1 --export=ALL \
+        srun --overlap --overcommit --kill-on-bad-exit=1 --export=ALL "${cpus[@]}" \
         --nodes="$nodes" --ntasks=$((nodes * tasks)) --ntasks-per-node="$tasks" --output="$folder/04.rank%t.log" \
         bash -c 'source Scripts/settings.sh; load_settings; exec "$@"' task timeout --kill-after=10 "$seconds" \
         "${ladder[@]}" --step 04 --folder "$folder" 2> "$folder/04.srun.log" &

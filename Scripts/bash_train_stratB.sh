@@ -24,7 +24,8 @@
 # Slurm writes its output to the folder Logs, which must exist when a job is submitted. Without a device:
 # sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
 #
-# Exit code: 0 memory does not grow, 1 it grows, 43 too few steps for a verdict, others: the training's.
+# Exit code: 0 memory does not grow, 1 it grows, 43 no verdict (too few steps, or a driver that does not report its free
+# memory), others: the training's.
 set -u
 unset CDPATH PYTHONSAFEPATH  # a user's: cd would go elsewhere, and Python would not find our modules
 case ${1:-} in -h | --help) sed -n '/^#$/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
@@ -81,6 +82,8 @@ if [[ -n $leaks ]]; then
     exit 1
 fi
 ((code == 0)) || exit $code
+unseen=$(sed -n 's/.*"leaks not seen".*"what": "\([^"]*\)".*/\1/p' "$run"/rank*.jsonl | head -n 1)
+[[ -z $unseen ]] || stop "there is no verdict: $unseen."
 # The first two steps allocate, and a straight line wants 20 more (WINDOW of Runtime/memory.py).
 ((steps >= 22)) || stop "$steps steps are too few for a verdict: at least 22 are needed; raise SECONDS_LONG."
 echo "no rank's memory grows by a MiB a step or more"

@@ -16,7 +16,7 @@
 # Slurm writes its output to the folder Logs, which must exist when a job is submitted. Without a device:
 # sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
 #
-# Exit code: 0 UpsampleConv does not leak, 1 it does, 43 this cannot run.
+# Exit code: 0 UpsampleConv does not leak, 1 it does, 43 this cannot run or has no verdict.
 set -uo pipefail
 unset CDPATH PYTHONSAFEPATH  # a user's: cd would go elsewhere, and Python would not find our modules
 case ${1:-} in -h | --help) sed -n '/^#$/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;; esac

@@ -92,6 +92,10 @@ def nodes(words):
     if ranks and job_nodes != "1":
         raise Leave(43, "error: RANKS=%s starts processes on this host only, and job %s has %s nodes: unset RANKS"
                     % (ranks, scheduler.number(), job_nodes))
+    if not ranks and job_nodes != "1":
+        raise Leave(43, "error: job %s has %s nodes, and without srun in the PATH of this shell its ranks would start "
+                    "on this host only: add Slurm's programs to the PATH, or train on this host alone with --nodes=1"
+                    % (scheduler.number(), job_nodes))
     if ranks and not (ranks.isdecimal() and ranks[0] != "0"):
         raise Leave(43, "error: RANKS=%s: give the number of processes on this host, at least 1" % ranks)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # as the preflight's tasks call it
@@ -141,7 +145,7 @@ def choose_port():
     """Set the ranks' port: the user's, or one free on rank 0's node, or one free here and most likely there too."""
     first, port = os.environ["NODES"].split()[0], os.environ.get("FIXED_PORT", "")
     if not port and on_slurm() and os.environ.get("SLURMD_NODENAME") != first:
-        port = ask(scheduler.on_node(first, attempts("port")), 40)[1].strip()
+        port = ask(scheduler.on_nodes([first], attempts("port")), 40)[1].strip()
     with socket.socket() as probe:
         probe.bind(("", 0))
         answer(MASTER_PORT=port if port.isdecimal() else probe.getsockname()[1])
@@ -354,12 +358,14 @@ def again(words):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def clean(words):
-    """End what is left, remove copies of the cache (data.stage) that killed ranks left, unlock the folder."""
+    """End what is left, remove copies of the cache (data.stage) that killed ranks left, also on nodes that have been
+    left out since, unlock the folder."""
     if on_slurm():
         end_steps()
     if os.environ.get("OMNIMORPH_STAGE"):
         command = [*interpreter(), "-m", "Dataloader.staging", os.environ["OMNIMORPH_STAGE"]]
-        scheduler.on_all_nodes(os.environ["HOSTS"].split(), command)
+        nodes = scheduler.nodes_of_job() if on_slurm() else []
+        scheduler.on_all_nodes(nodes or os.environ["HOSTS"].split(), command)
     if os.environ.get("OMNIMORPH_TOKEN"):
         ask(attempts("unlock"), 60)
 

@@ -22,23 +22,29 @@ def on_slurm():
 
 @functools.lru_cache(None)
 def overlap():
-    """The option that lets `on_node` run beside other steps of the job; older versions of Slurm do not know it."""
+    """The option that lets `on_nodes` run beside other steps of the job; older versions of Slurm do not know it."""
     return ["--overlap"] if "--overlap" in ask(["srun", "--help"], 20, quiet=True)[1] else []
 
 
-def on_node(node, command):
-    """The command that runs a single task on a node, within 30 s."""
+def cores():
+    """The option with the cores of a task. From 23.11 on, srun ends if it is not there and SLURM_TRES_PER_TASK has
+    another number; from 22.05 to then, a task would have one core without it."""
+    return ["--cpus-per-task=" + os.environ["SLURM_CPUS_PER_TASK"]] if os.environ.get("SLURM_CPUS_PER_TASK") else []
+
+
+def on_nodes(nodes, command):
+    """The command that runs a single task on each of these nodes, within 30 s."""
     return ["timeout", "--kill-after=5", "30", "setsid", "srun", "--quiet", *overlap(),
-            "--job-name=" + os.environ["STEP_NAME"], "--export=ALL", "--nodes=1", "--ntasks=1", "--nodelist=" + node,
+            "--job-name=" + os.environ["STEP_NAME"], "--export=ALL", "--nodes=%d" % len(nodes),
+            "--ntasks=%d" % len(nodes), "--ntasks-per-node=1", "--nodelist=" + ",".join(nodes), *cores(),
             "--input=none", *command]
 
 
 def step(options, words):
     """The command that runs a program of the repository as one task for each rank on the chosen nodes."""
-    cores = os.environ.get("SLURM_CPUS_PER_TASK")
     return ["srun", *options, "--export=ALL", "--nodes=" + os.environ["NODE_COUNT"],
             "--nodelist=" + ",".join(os.environ["NODES"].split()), "--ntasks=" + os.environ["RANKS"],
-            "--ntasks-per-node=" + os.environ["TASKS_PER_NODE"], *(["--cpus-per-task=" + cores] if cores else []),
+            "--ntasks-per-node=" + os.environ["TASKS_PER_NODE"], *cores(),
             "--distribution=block", "--input=none", "--job-name=" + os.environ["STEP_NAME"],
             "bash", "Scripts/task.sh", *words]
 
@@ -75,7 +81,7 @@ def end_sruns():
 
 def on_all_nodes(nodes, command):
     """Run a command on each node, or here without Slurm. Returns: {node: exit code, None if it did not end in 40 s}."""
-    started = {node: subprocess.Popen(on_node(node, command) if on_slurm() else command, stdin=subprocess.DEVNULL,
+    started = {node: subprocess.Popen(on_nodes([node], command) if on_slurm() else command, stdin=subprocess.DEVNULL,
                                       stdout=sys.stderr) for node in nodes}
     ends = time.monotonic() + 40
     codes = {node: code_of(process, ends) for node, process in started.items()}
@@ -88,18 +94,25 @@ def on_all_nodes(nodes, command):
 # Nodes
 # ---------------------------------------------------------------------------------------------------------------------
 
+def nodes_of_job():
+    """Names of all nodes of the allocation; [] if Slurm does not tell them."""
+    return ask(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], 60)[1].split()
+
+
 def choose_nodes(patience):
     """{variable: value} for the nodes of the allocation that can start a task and that no preflight has EXCLUDED."""
-    job_nodes, tasks = os.environ["SLURM_JOB_NODELIST"], os.environ["SLURM_TASKS_PER_NODE"].split("(")[0]
-    hosts = ask(["scontrol", "show", "hostnames", job_nodes], 60)[1].split()
+    hosts, tasks = nodes_of_job(), os.environ["SLURM_TASKS_PER_NODE"].split("(")[0]
     if not hosts:
         raise Leave(43, "stopped: scontrol does not name the nodes of this job, see the error above")
     ends = time.monotonic() + patience
     wanted = [host for host in hosts if host not in os.environ.get("EXCLUDED", "").split()]
     good, lost, tries = set(), wanted, 1
     while True:
-        # One srun per node: a node that does not respond would make a shared srun fail.
-        good |= {node for node, code in on_all_nodes(lost, ["true"]).items() if code == 0}
+        # Sites limit the requests of a user, so first one srun for all nodes; one that does not respond makes it fail.
+        if tries == 1 < len(wanted) and ask(on_nodes(wanted, ["true"]), 40, quiet=True)[0] == 0:
+            good = set(wanted)
+        else:
+            good |= {node for node, code in on_all_nodes(lost, ["true"]).items() if code == 0}
         lost = [node for node in wanted if node not in good]
         # A slow node gets a second try; if no node answers, Slurm itself may be down.
         if ASKED or not lost or good and tries > 1 or time.monotonic() >= ends:

@@ -6,6 +6,7 @@ Below, a record is what `read_rank` returns; `records` has one for each rank, in
 import errno
 import math
 import signal
+import statistics
 
 from Runtime.errors import PLANNED_RESTART, STOP, ranges
 from Runtime.files import PASSING, read_lines
@@ -18,6 +19,7 @@ ECHOES = ("closed by peer", "connection reset", "broken pipe", "timed out waitin
 KINDS = {
     "out of device memory": ("outofmemoryerror", "cuda out of memory", "xpu out of memory", "hip out of memory",
                              "cuda error: out of memory", "hip error: out of memory", "out_of_device_memory",
+                             "cuda failure 2 'out of memory'", "cuda failure 'out of memory'", "hiperroroutofmemory",
                              "ur_result_error_out_of_resources", "cublas_status_alloc_failed"),
     "out of host memory": ("memoryerror", "out of memory", "out_of_host_memory", "cannot allocate", "can't allocate"),
     "device lost": ("ur_result_error_device_lost", "device_lost", "no xpu devices are available",
@@ -27,7 +29,7 @@ KINDS = {
     "out of step": ("expected to have finished reduction in the prior iteration",),
     "too many open files": ("too many open files",),
     "communication set-up": ("no socket interface found", "pmi_init", "ccl backend not found", "xccl not built in",
-                             "ofi transport", "ccl worker thread"),
+                             "distributed package doesn't have", "ofi transport", "ccl worker thread"),
     "a loader worker died": ("dataloader worker", "worker process"),
     "disk": ("no space left", "disk quota", "could not be written", "read-only file system", "input/output error",
              "stale file handle", "transport endpoint"),
@@ -174,9 +176,11 @@ def what_is_missing(records, code):
 
 def find_hang(records):
     """(cause, rank, detail) after a deadline has expired: which rank kept the others waiting."""
-    ended = max(record["exit"].get("time", 0) for record in records)
+    ahead = clocks(records)
+    ended = max((record["exit"]["time"] - ahead[record["rank"]] for record in records if record["exit"]), default=0)
     frozen = [record for record in records if not has_timed_out(record) and not is_ended(record)
-              and not (record["now"] and record["now"]["time"] + record["now"]["deadline"] > ended > 0)]
+              and not (record["now"] and record["now"]["time"] + record["now"]["deadline"] - ahead[record["rank"]]
+                       > ended > 0)]
     # A scheduler wakes stopped processes before it ends them: their watchdogs then fire late.
     slowest = min(records, key=position)
     punctual = min(overslept(record) for record in records if has_timed_out(record))
@@ -189,8 +193,19 @@ def find_hang(records):
     if slowest["now"]["phase"] in SYNCHRONISED:
         ahead = min((record for record in records if position(record) > position(slowest)), key=position)
         return "out of step", ahead["rank"], f"went on without the others, who wait in {where(slowest)}"
-    waited = max(ended - slowest["now"]["time"], slowest["now"]["deadline"])
+    waited = max(ended - slowest["now"]["time"] + ahead[slowest["rank"]], slowest["now"]["deadline"])
     return "hang", slowest["rank"], f"no progress for {waited:.0f} s"
+
+
+def clocks(records):
+    """{rank: seconds by which the clock of its node is ahead of that of rank 0}, 0 if unknown.
+
+    Ranks end each step together, so the times of their "pace" lines differ as their clocks do.
+    """
+    paces = [{line["step"]: line["time"] for line in record["events"] if line["event"] == "pace"} for record in records]
+    steps = set(paces[0]).intersection(*paces)
+    return {record["rank"]: statistics.median([pace[step] - paces[0][step] for step in steps] or [0])
+            for record, pace in zip(records, paces)}
 
 
 def has_timed_out(record):

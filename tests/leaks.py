@@ -3,6 +3,7 @@ import argparse
 import gc
 import json
 import re
+import sys
 
 import torch
 from tqdm import tqdm
@@ -10,17 +11,18 @@ from tqdm import tqdm
 from Report.page import text_table
 from Runtime.device import describe, pick_device, prepare_device, synchronize
 from Runtime.errors import DONE, STOP, InputError, is_out_of_memory, parse_options
-from Runtime.memory import WINDOW, find_leak, measure, trim
+from Runtime.memory import WINDOW, find_leak, measure, not_seen, trim
 
 GIB = 2 ** 30
 ONE_TIME = 2 ** 20  # bytes; less than this is nothing
 LEAKS = 1  # exit code
+UNKNOWN = "no verdict"  # what a case has that shows no leak where one of the driver would not be seen
 PLANTED = []  # what --plant leaks is never given back, or the next case would find its room free
 
 
 def parse_arguments(description, argv=None):
     parser = argparse.ArgumentParser(description=description, epilog="Exit code: 0 nothing grows, 1 something grows "
-                                     "with every iteration, 43 this cannot run.")
+                                     "with every iteration, 43 this cannot run or has no verdict.")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or xpu (%(default)s)")
     parser.add_argument("--scale", type=float, default=1.0,
                         help="of sides and channels: 1 is production, 0.125 suits a CPU (%(default)s)")
@@ -56,9 +58,10 @@ def judge(samples, device):
     """What a list of `measure`, the first from before the first iteration, says.
 
     Returns: gib_per_step (slope of what is taken over all iterations but the first), gib_reserved_per_step (of it what
-    torch's allocator holds), gib_once (what the first iteration took), and verdict: "linear (who)", "one-time", "none".
+    torch's allocator holds), gib_once (what the first iteration took), and verdict: "linear (who)", "one-time", "none",
+    or UNKNOWN.
     """
-    taken = [sample["host_used"] if device.type == "cpu" else -sample["device_free"] for sample in samples]
+    taken = taken_of(samples, device)
     reserved = [sample["device_reserved"] or 0 for sample in samples]
     steps = len(samples) - 2
     leak = find_leak(samples[1:], range(1, len(samples)))
@@ -66,11 +69,23 @@ def judge(samples, device):
     verdict = "none"
     if leak:
         verdict = f"linear ({leak['who']})"
+    elif not_seen(device, samples[0]):
+        verdict = UNKNOWN
     elif max(once, taken[-1] - taken[0]) > ONE_TIME:
         verdict = "one-time"
     return {"gib_per_step": (taken[-1] - taken[1]) / steps / GIB,
             "gib_reserved_per_step": (reserved[-1] - reserved[1]) / steps / GIB, "gib_once": once / GIB,
             "verdict": verdict}
+
+
+def taken_of(samples, device):
+    """Bytes that each of a list of `measure` has taken: by this process, or from the device's free memory. If that is
+    unknown, by torch's allocator."""
+    if device.type == "cpu":
+        return [sample["host_used"] for sample in samples]
+    if not_seen(device, samples[0]):
+        return [sample["device_reserved"] for sample in samples]
+    return [-sample["device_free"] for sample in samples]
 
 
 def in_use(device):
@@ -103,7 +118,7 @@ def watch(name, iteration, device, args, shown=True):
 
 def exhausted(samples, number, device):
     """What to say of a case that ran out of memory in iteration `number`, from 0: too large, or a fast leak."""
-    taken = [sample["host_used"] if device.type == "cpu" else -sample["device_free"] for sample in samples]
+    taken = taken_of(samples, device)
     steps = max(len(samples) - 2, 1)
     verdict = "out of memory: try a smaller --scale"
     if number > 1:
@@ -127,8 +142,11 @@ def tell(results, device, args):
     print(text_table(["case", "GiB a step", "of it reserved", "GiB at first", "verdict"], rows,
                      [None, "+.5f", "+.5f", "+.5f", None]))
     leaks = [name for name, found in results.items() if found["verdict"].startswith("linear")]
-    print(f"what grows with every iteration: {', '.join(leaks) or 'nothing'}")
+    unknown = [name for name, found in results.items() if found["verdict"] == UNKNOWN]
+    print(f"what grows with every iteration: {', '.join(leaks) or ('unknown' if unknown else 'nothing')}")
     print(json.dumps({name: {key: value if key == "verdict" else round(value, 6) for key, value in found.items()}
                       for name, found in results.items()}))
     too_large = any(found["verdict"].startswith("out of memory") for found in results.values())
-    return LEAKS if leaks else STOP if too_large else DONE
+    if unknown:
+        print(f"{not_seen(device, {'device_free': None})}: no verdict on {', '.join(unknown)}.", file=sys.stderr)
+    return LEAKS if leaks else STOP if too_large or unknown else DONE

@@ -36,6 +36,7 @@ def test_dawn():
     found = settings("dawn", 8, f"test-{os.getpid()}")
     assert found["CCL_WORKER_AFFINITY"] == "auto" and found["CCL_ZE_CACHE_OPEN_IPC_HANDLES_THRESHOLD"] == "10000"
     assert found["I_MPI_PMI_LIBRARY"] == "/usr/local/software/slurm/current-rhel8/lib/libpmi2.so"
+    assert found["ZES_ENABLE_SYSMAN"] == "1", "else the driver does not report its free memory"
     assert found["I_MPI_HYDRA_BOOTSTRAP"] == "slurm" and "PYTORCH_ALLOC_CONF" not in found
 
 

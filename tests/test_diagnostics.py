@@ -176,6 +176,33 @@ def test_a_case_that_runs_out_of_memory_is_told_and_ends_no_table(capsys):
         leaks.watch("wrong", wrong, device, args, shown=False)
 
 
+def test_where_the_driver_does_not_report_free_memory_there_is_no_verdict(monkeypatch, capsys):
+    """Flat memory of torch says nothing about the driver; a graph that grows shows all the same."""
+    args, device = leaks.parse_arguments("", ["--device", "xpu"]), torch.device("xpu")
+    flat = [{"host_used": 2 ** 30, "host_free": 2 ** 36, "device_free": None, "device_unreserved": 40 * 2 ** 30,
+             "device_reserved": 2 ** 30, "device_allocated": 2 ** 30} for _ in range(22)]
+    growing = [{**sample, "device_reserved": (step + 1) * 2 ** 28, "device_allocated": (step + 1) * 2 ** 28}
+               for step, sample in enumerate(flat)]
+    found = {"flat": leaks.judge(flat, device), "growing": leaks.judge(growing, device)}
+    assert found["growing"]["verdict"] == "linear (graph)" and found["growing"]["gib_per_step"] == pytest.approx(0.25)
+    monkeypatch.setattr(leaks, "describe", str)  # no such device is here
+    assert leaks.tell({"flat": found["flat"]}, device, args) == 43 and leaks.tell(found, device, args) == 1
+    said = capsys.readouterr()
+    assert "what grows with every iteration: unknown" in said.out
+    assert "leaks of the driver are not seen; set ZES_ENABLE_SYSMAN=1 before the start: no verdict on flat." in said.err
+
+
+def test_the_leak_rate_of_a_training_that_cannot_see_the_driver_is_no_verdict(tmp_path):
+    log = '{"event": "leaks not seen", "rank": 0, "what": "this driver does not report free memory"}'
+    python = stand_in(tmp_path, "[[ $1 == -c ]] && echo 1", "[[ $1 == OM_train_3modes.py ]] || exit 0",
+                      f"mkdir -p {tmp_path}/out/Models/run", f"echo '{log}' > {tmp_path}/out/Models/run/rank0.jsonl",
+                      f"yes '{{\"event\": \"step\"}}' | head -n 30 >> {tmp_path}/out/Models/run/rank0.jsonl")
+    (tmp_path / "out").mkdir()
+    done = run("bash", ROOT / "Scripts/bash_train_stratB.sh", PYTHON=python, STRATB=str(tmp_path / "out"))
+    assert done.returncode == 43 and "there is no verdict: this driver does not report free memory." in done.stderr
+    assert "no rank's memory grows" not in done.stdout and "steps of rank 0: 30" in done.stdout
+
+
 def test_the_plain_step_is_compared(tmp_path):
     words = ["--size", "16", "--steps", "1", "--device", "cpu", "--set", "diffusion.grids=[4,8]", "--set",
              "registration.scales=2"]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from OM_train_3modes import parse_arguments
-from Supervisor import launcher
+from Supervisor import launcher, scheduler
 from Supervisor.attempts import history, read_lines
 from Supervisor.processes import Leave
 from tests import launching
@@ -236,6 +236,16 @@ def test_nothing_that_a_program_prints_is_run(tmp_path):
     assert not (tmp_path / "owned").exists() and ended(tmp_path) == ["done"]
 
 
+def test_an_answer_larger_than_a_pipe_keeps_nobody_waiting(tmp_path):
+    """Of a job with thousands of nodes, whose names come several times."""
+    call = f"""if [[ $3 == begin ]]; then
+        {shlex.quote(sys.executable)} "$@" | sed 's/^{{/{{"FILLER": "'$(printf %0100000d 0)'", /'
+        exit "${{PIPESTATUS[0]}}"
+    fi"""
+    run(tmp_path, rank=DONE, call=call)
+    assert ended(tmp_path) == ["done"]
+
+
 def test_help_is_a_text_and_starts_nothing(tmp_path):
     done = launching.run(["bash", LAUNCHER, "--help"], cwd=tmp_path, timeout=20)
     assert done.returncode == 0 and not done.stderr
@@ -300,6 +310,22 @@ def test_a_wrong_time_limit_of_the_preflight_is_one_sentence(monkeypatch, second
 def test_ranks_of_one_host_in_a_job_of_several_are_refused(monkeypatch):
     why = stopped_by("nodes", monkeypatch, RANKS="2", SLURM_JOB_ID="7", SLURM_NNODES="2")
     assert why == "error: RANKS=2 starts processes on this host only, and job 7 has 2 nodes: unset RANKS"
+
+
+def test_a_job_of_several_nodes_whose_shell_has_no_srun_does_not_train_on_one(tmp_path):
+    """The step would be fixed for fewer ranks, so the result would change."""
+    (tmp_path / "bin").mkdir()
+    for folder in os.environ["PATH"].split(":"):  # all programs but Slurm's
+        for program in Path(folder).glob("*"):
+            with contextlib.suppress(FileExistsError):
+                program.name in ("srun", "scontrol", "squeue") or (tmp_path / "bin" / program.name).symlink_to(program)
+    job = f"bare{os.getpid()}"
+    environment = {name: value for name, value in launcher_environment(1).items() if name != "RANKS"}
+    done = launching.run(["bash", LAUNCHER, *arguments(tmp_path)], cwd=ROOT, timeout=60, env={
+        **environment, "PATH": str(tmp_path / "bin"), "SLURM_JOB_ID": job, "SLURM_NNODES": "2"})
+    (ROOT / f"Logs/train_multi_{job}.out").unlink()
+    assert done.returncode == 43 and f"error: job {job} has 2 nodes, and without srun in the PATH" in done.stdout
+    assert not (tmp_path / "Models").exists()
 
 
 # What sbatch passes on where it is called in a step of an array's task that has been requeued.
@@ -395,6 +421,56 @@ def test_a_name_that_is_not_ascii_passes_an_old_python_in_the_locale_c():
     done = subprocess.run([sys.executable, "-X", "utf8=0", "-c", call], cwd=ROOT, capture_output=True, timeout=60,
                           env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"})
     assert (done.returncode, done.stdout) == (0, b"OMNIMORPH_RUN=" + name + b"\n"), done.stderr.decode()
+
+
+# As srun of Slurm 23.11 and newer, it runs nothing for a task whose cores the environment gives in two ways.
+SRUN = """echo "$*" >> "$FOLDER/sruns"
+[[ $1 == --help ]] && exit
+if [[ $* != *--cpus-per-task=* && ${SLURM_CPUS_PER_TASK:-} != "${SLURM_TRES_PER_TASK#cpu=}" ]]; then
+    echo "srun: fatal: SLURM_CPUS_PER_TASK and SLURM_TRES_PER_TASK are mutually exclusive" >&2; exit 1
+fi
+"""
+
+
+def in_allocation(folder, monkeypatch, srun=SRUN, **more):
+    """Set the environment of a job on a, b and c, with an srun that does this."""
+    for name, body in (("srun", srun), ("scontrol", """[[ $2 == hostnames ]] && printf '%s\\n' a b c"""),
+                       ("sinfo", "echo down"), ("squeue", "")):
+        stand_in(folder / name, body)
+    settings = {"PATH": f"{folder}:{os.environ['PATH']}", "FOLDER": str(folder), "SLURM_JOB_ID": "7",
+                "SLURM_JOB_NODELIST": "[a-c]", "SLURM_TASKS_PER_NODE": "2(x3)",
+                "STEP_NAME": f"omnimorph-{os.getpid()}", "UNDER_SLURM": "1", "FIXED_ADDRESS": "a", **more}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_nodes_answer_an_srun_that_wants_the_cores_of_a_task_on_its_command_line(tmp_path, monkeypatch):
+    in_allocation(tmp_path, monkeypatch, SLURM_CPUS_PER_TASK="12", SLURM_TRES_PER_TASK="cpu=1")
+    chosen = scheduler.choose_nodes(0)
+    assert (chosen["NODES"], chosen["RANKS"]) == ("a b c", 6)
+
+
+def test_copies_of_volumes_are_removed_from_nodes_that_were_left_out_too(tmp_path, monkeypatch):
+    """They are patients', and a killed rank cannot remove them."""
+    in_allocation(tmp_path, monkeypatch, EXCLUDED="b", HOSTS="a", PYTHON=sys.executable, OMNIMORPH_STAGE="/dev/shm")
+    launcher.clean([])
+    asked = [line for line in (tmp_path / "sruns").read_text().splitlines() if "Dataloader.staging /dev/shm" in line]
+    assert sorted(line.partition("--nodelist=")[2][0] for line in asked) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("dead, told, expected", [
+    ("x", "a b c", ["a,b,c"]), ("b", "a c", ["a,b,c", "a", "b", "c", "b"])], ids=["none", "one"])
+def test_all_nodes_are_asked_by_one_srun_and_each_by_its_own_only_where_that_fails(tmp_path, monkeypatch, dead, told,
+                                                                                  expected):
+    """Sites limit the requests of a user at a time, and a job may have hundreds of nodes."""
+    monkeypatch.setattr(scheduler, "nap", lambda seconds: None)
+    in_allocation(tmp_path, monkeypatch, SRUN + f'[[ $* != *--nodelist=*{dead}*--input* ]]')
+    assert scheduler.choose_nodes(60)["NODES"] == told
+    asked = [line for line in (tmp_path / "sruns").read_text().splitlines() if line != "--help"]
+    lists = [next(word[11:] for word in line.split() if word.startswith("--nodelist=")) for line in asked]
+    assert lists[0] == expected[0] and sorted(lists) == sorted(expected)
+    count = expected[0].count(",") + 1
+    assert f"--nodes={count} --ntasks={count} --ntasks-per-node=1 " in asked[0] and asked[0].endswith(" true")
 
 
 def test_an_srun_whose_step_does_not_begin_ends_with_its_round(tmp_path, monkeypatch):

@@ -125,6 +125,26 @@ def test_a_leak_of_an_intel_driver_is_told_before_the_usable_share_is_used(monke
     assert 22 * GIB + rate * GIB * len(samples) < 44.8 * GIB
 
 
+def test_a_driver_that_does_not_report_free_memory_shows_a_graph_but_no_leak_of_its_own(monkeypatch, capsys):
+    """Of an Intel node without ZES_ENABLE_SYSMAN=1. What is said once is not that nothing leaks."""
+    def unknown(device):
+        raise RuntimeError("The device does not support querying the available free memory.")
+
+    held = iter(20 * GIB + step * GIB for step in range(100) for _ in range(2))  # all of it in tensors
+    module = types.SimpleNamespace(memory_reserved=lambda _: next(held), memory_allocated=lambda _: next(held),
+                                   get_device_properties=lambda _: types.SimpleNamespace(total_memory=64 * GIB),
+                                   mem_get_info=unknown)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    state = memory.new_watch(torch.device("xpu"), 0)
+    told = [memory.watch(state, step) for step in range(WINDOW + 2)]
+    assert state["leak"]["who"] == "graph" and told[-1] and all(s["device_free"] is None for s in state["samples"])
+    assert state["leak"]["steps_left"] == 4, "of the 44.8 GiB that can be had, 41 are taken"
+    said = capsys.readouterr().err
+    assert said.count("does not report free memory, so leaks of the driver are not seen; set ZES_ENABLE_SYSMAN=1") == 1
+    flat = [{**sample, "device_reserved": 20 * GIB, "device_allocated": 20 * GIB} for sample in state["samples"]]
+    assert find_leak(flat, range(len(flat))) is None
+
+
 def test_what_the_allocator_only_keeps_is_no_leak():
     """It gives cached blocks back before memory runs out; tensors that stay are a leak."""
     kept = series(device_reserved=20 * GIB + STEP * GIB, device_free=40 * GIB - STEP * GIB)

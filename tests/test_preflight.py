@@ -416,7 +416,9 @@ def test_ids_that_select_nothing_fail_before_the_training(tmp_path):
 
 def test_settings_leave_out_what_is_a_nodes_own(tmp_path):
     variables = {"NCCL_DEBUG": "INFO", "FI_PROVIDER": "cxi", "PYTHONPATH": "x", "NCCL_SOCKET_IFNAME": "eth0",
-                 "ZE_AFFINITY_MASK": "1", "HIP_VISIBLE_DEVICES": "0", "HOME": "/root", "FIRST": "x"}
+                 "ZE_AFFINITY_MASK": "1", "HIP_VISIBLE_DEVICES": "0", "HOME": "/root", "FIRST": "x",
+                 "UCX_NET_DEVICES": "mlx5_0:1", "ONEAPI_DEVICE_SELECTOR": "level_zero:0",
+                 "CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps_0", "CUDA_MPS_LOG_DIRECTORY": "/tmp/mps_log_0"}
     found = checks.check_settings(context(tmp_path, variables=variables), print)
     assert found["ok"] and sorted(found["settings"]) == ["FI_PROVIDER", "NCCL_DEBUG", "PYTHONPATH"]
 

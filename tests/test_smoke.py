@@ -124,7 +124,8 @@ def test_error_of_a_rank_is_told_with_the_end_of_its_log(tmp_path):
 
 def test_srun_gets_neither_all_devices_of_the_job_nor_what_a_user_has_set_for_its_output(tmp_path):
     """Of sbatch --gpus, and each srun would ask for all of them."""
-    for name, body in {"srun": f"env > {tmp_path}/told; echo no task >&2; exit 1", "python": "echo cpu 1 29500",
+    srun = f'env > {tmp_path}/told; echo "$*" > {tmp_path}/words; echo no task >&2; exit 1'
+    for name, body in {"srun": srun, "python": "echo cpu 1 29500",
                        "scontrol": '[[ "$*" != "show hostnames"* ]] || echo n1'}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -137,6 +138,7 @@ def test_srun_gets_neither_all_devices_of_the_job_nor_what_a_user_has_set_for_it
     lines = (tmp_path / "told").read_text().splitlines()
     told = {line.partition("=")[0] for line in lines}
     assert "SRUN_CPUS_PER_TASK=12" in lines, "srun of Slurm 22.05 and newer gives a task one core without it"
+    assert " --cpus-per-task=12 " in (tmp_path / "words").read_text(), "and that of 23.11 and newer may end"
     assert set(job) <= told and not told & set(given)
 
 

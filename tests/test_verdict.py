@@ -20,16 +20,17 @@ ECHO = "RuntimeError: [pair.cc:537] Read error [10.0.0.2]:52608: Connection rese
 
 
 def write_rank(run, rank, *events, phase="forward", mode="diffusion", number=50, step=7, exit=None, stack="", attempt=0,
-               deadline=DEADLINE, host=""):
-    """The log of a rank as Runtime/watchdog.py and the launcher write it. phase None: it never came so far."""
-    same = {"attempt": attempt, "rank": rank, "step": step, "time": NOW}
+               deadline=DEADLINE, host="", clock=0):
+    """The log of a rank as Runtime/watchdog.py and the launcher write it. phase None: it never came so far. clock:
+    seconds by which that of its node is ahead."""
+    same = {"attempt": attempt, "rank": rank, "step": step, "time": NOW + clock}
     lines = []
     if phase:
         lines = [{**same, "event": "start", "host": host or f"node{rank}", "pid": 1, "node": ""}]
         lines += [{**same, **event} for event in events]
         lines += [{**same, "event": "now", "mode": mode, "phase": phase, "number": number, "deadline": deadline}]
     if exit:
-        lines += [{"event": "exit", "attempt": attempt, "rank": rank, "time": NOW + DEADLINE + 6, **exit}]
+        lines += [{"event": "exit", "attempt": attempt, "rank": rank, "time": NOW + DEADLINE + 6 + clock, **exit}]
     with open(run / f"rank{rank}.jsonl", "a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     (run / f"rank{rank}.stack").write_text(stack)
@@ -194,6 +195,19 @@ def test_the_cause_is_told_and_who_is_to_blame(tmp_path, stacks, case):
     assert verdict["dead"] == (cause != "planned restart")
 
 
+@pytest.mark.parametrize("deadline, clock, cause", [(50.0, -20, "hang"), (DEADLINE, 20, "frozen")])
+def test_clocks_that_differ_blame_no_healthy_node_and_hide_no_frozen_one(tmp_path, stacks, deadline, clock, cause):
+    """The others have ended 36 s after the last word of rank 1, which had the time of its own deadline to go on."""
+    behind = {"phase": "evaluate", "clock": clock, "deadline": deadline}
+    for number, more in enumerate(({**AHEAD, "stack": stacks["hang"], "exit": {"code": 1}}, behind)):
+        paces = [{"event": "pace", "step": step, "time": NOW - 100 + step + more.get("clock", 0) + late * number}
+                 for step, late in ((9, 0.2), (19, 30), (29, -0.1))]  # once it was busy with something else
+        write_rank(tmp_path, number, *paces, **more)
+    verdict = verdict_of(tmp_path, 2)
+    assert (verdict["cause"], verdict["rank"]) == (cause, 1)
+    assert cause == "frozen" or verdict["detail"] == "no progress for 50 s"
+
+
 def test_the_stack_is_that_of_the_one_to_blame(tmp_path, stacks):
     write_rank(tmp_path, 0, died("ValueError: bad"), exit={"code": 1})
     verdict = verdict_of(tmp_path, 1)
@@ -243,6 +257,10 @@ def test_done_and_planned_restart_are_no_deaths(tmp_path):
      "out of step"),
     ("OSError: [Errno 24] Too many open files", "too many open files"),
     ("DistBackendError: Bootstrap : no socket interface found", "communication set-up"),
+    ("DistBackendError: ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
+     "out of device memory"),
+    ("RuntimeError: hipErrorOutOfMemory", "out of device memory"),
+    ("RuntimeError: Distributed package doesn't have XCCL built in", "communication set-up"),
     ("RuntimeError: ccl backend not found", "communication set-up"),
     ("UnpicklingError: Weights only load failed. This file can still be loaded", "a checkpoint that does not load"),
     ("OSError: [Errno 108] Cannot send after transport endpoint shutdown", "disk")])

@@ -46,7 +46,7 @@ VOLUMES_ALONE = ("volumes",)  # only the training knows its modes, so it judges 
 OPEN_FILES = 4096  # enough for the sockets of all ranks and the shared-memory files of all loader workers
 # Variables that name a node's or a rank's own devices, network cards and caches: they may differ.
 OWN = (*launch.VISIBLE, "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR",
-       "CUDA_CACHE_PATH", "SYCL_CACHE_DIR")
+       "CUDA_CACHE_PATH", "SYCL_CACHE_DIR", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "UCX_NET_DEVICES")
 OWN_ENDINGS = ("_IFNAME", "_HCA", "_NIC")
 GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 TINY = {"model.channels": [8, 8, 16], "model.attention_width": 16, "model.attention_heads": 2,
