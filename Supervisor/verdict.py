@@ -176,10 +176,10 @@ def what_is_missing(records, code):
 
 def find_hang(records):
     """(cause, rank, detail) after a deadline has expired: which rank kept the others waiting."""
-    ahead = clocks(records)
-    ended = max((record["exit"]["time"] - ahead[record["rank"]] for record in records if record["exit"]), default=0)
+    skew = clocks(records)
+    ended = max((record["exit"]["time"] - skew[record["rank"]] for record in records if record["exit"]), default=0)
     frozen = [record for record in records if not has_timed_out(record) and not is_ended(record)
-              and not (record["now"] and record["now"]["time"] + record["now"]["deadline"] - ahead[record["rank"]]
+              and not (record["now"] and record["now"]["time"] + record["now"]["deadline"] - skew[record["rank"]]
                        > ended > 0)]
     # A scheduler wakes stopped processes before it ends them: their watchdogs then fire late.
     slowest = min(records, key=position)
@@ -193,7 +193,7 @@ def find_hang(records):
     if slowest["now"]["phase"] in SYNCHRONISED:
         ahead = min((record for record in records if position(record) > position(slowest)), key=position)
         return "out of step", ahead["rank"], f"went on without the others, who wait in {where(slowest)}"
-    waited = max(ended - slowest["now"]["time"] + ahead[slowest["rank"]], slowest["now"]["deadline"])
+    waited = max(ended - slowest["now"]["time"] + skew[slowest["rank"]], slowest["now"]["deadline"])
     return "hang", slowest["rank"], f"no progress for {waited:.0f} s"
 
 
