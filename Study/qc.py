@@ -41,7 +41,7 @@ def qc(args):
         # Pictures are kept from an earlier run, numbers are not: outliers depend on all subjects of now.
         drawn = [{"labels": {}, **numbers_of(now[row["name"]]), **{key: row[key] for key in DRAWN}} for row in drawn]
         page = write_qc_page(out, drawn, failed + undrawn, args)
-        counts = {word: sum(row["verdict"] == word for row in drawn) for word in VERDICTS}
+        counts = {f"verdict_{word}": sum(row["verdict"] == word for row in drawn) for word in VERDICTS}
         return end(out, drawn, failed + undrawn, settings, page, args.strict,
                    {**counts, "outliers": sum(bool(row["outlier"]) for row in drawn)})
 

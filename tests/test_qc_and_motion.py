@@ -74,8 +74,8 @@ def test_the_page_of_two_hundred_subjects(tmp_path, capsys):
     write_results(tmp_path, 200)
     assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out.splitlines()[-1]) == {"ok": 199, "doubtful": 1, "failed": 1, "outliers": 1,
-                                                        "done": 200}
+    assert json.loads(printed.out.splitlines()[-1]) == {
+        "verdict_ok": 199, "verdict_doubtful": 1, "verdict_failed": 0, "outliers": 1, "done": 200, "failed": 1}
     page = tmp_path / "qc/qc.html"
     text = page.read_text()
     assert page.stat().st_size < 20e6 and text.count('class="thumb"') == 200
@@ -102,8 +102,15 @@ def test_verdicts_and_outliers_are_those_of_all_results_of_now(tmp_path, capsys)
     assert "dice" in first
     change_rows(tmp_path / "reg", lambda row: row.pop("dice"))
     assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0
-    assert "keeping 10 of 10 subjects" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "keeping 10 of 10 subjects" in printed.err
+    assert json.loads(printed.out.splitlines()[-1]) == {
+        "verdict_ok": 9, "verdict_doubtful": 1, "verdict_failed": 0, "outliers": 1, "done": 10, "failed": 1}
     assert "dice" not in table(tmp_path / "qc/qc.tsv")[0]
+    change_rows(tmp_path / "reg", lambda row: row.update(folding_body_percent=50.0 * (row["name"] == "s_003")))
+    assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0
+    counts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (counts["verdict_failed"], counts["failed"]) == (1, 1)  # the second is lost.nii.gz, which is left out
 
 
 def test_subjects_whose_names_differ_only_in_where_the_folder_ends_have_two_pictures(tmp_path):
