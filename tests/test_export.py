@@ -93,22 +93,21 @@ def test_the_file_says_what_it_is(tmp_path):
     assert found["weights_sha256"] == checkpoint.weights_sha256(weights)
 
 
-@pytest.mark.parametrize("name", ["README.md", "config.json"])
-def test_a_page_or_config_that_was_edited_is_not_replaced(tmp_path, name):
+@pytest.mark.parametrize("name", ["README.md", "config.json", "model.safetensors"])
+def test_a_file_that_was_edited_or_is_not_of_an_export_is_not_replaced(tmp_path, name):
     run, _ = make_run(tmp_path)
     for _ in range(2):  # what it has written itself is
         target, page = OM_export.export(run)
     path = target.parent / name
-    before = path.read_text()
-    path.write_text(before.replace("om_net", "my_net"))
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b"om_net", b"my_net"))
     with pytest.raises(InputError, match=f"{name}: it is not as this version wrote it, and would be replaced"):
         OM_export.export(run, licence="MIT")
-    assert "my_net" in path.read_text() and path.read_text() != before
-    path.write_text(before)
+    assert b"my_net" in path.read_bytes() and path.read_bytes() != before
+    path.write_bytes(before)
+    assert "MIT" not in page.read_text() and load_model(target)
     (page.parent / "config.json").unlink()  # an export was killed before it wrote it again
     OM_export.export(run)
-    path.write_text(before.replace("om_net", "my_net"))
-    assert "MIT" not in page.read_text() and load_model(target)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / name).write_text("{}")
     with pytest.raises(InputError, match=name):
