@@ -33,6 +33,7 @@ from Study.thumbnails import gallery_html, thumbnail
 WHOLE, LOCAL, MIDDLE = "log_jacobian.nii.gz", "log_jacobian_without_affine.nii.gz", "middle.nii.gz"
 LEAST = 1e-3  # smallest determinant; where a field folds, the map has the logarithm of this
 SHOWN = 0.3  # logarithm that is drawn in full colour
+NO_AFFINE_OF_FIELDS = ("0.1.0", "1.0.0", "1.1.0", "1.2.0")  # releases that stored none of a start from a field
 MARGIN = 16  # voxels around the grid in which a field goes on, more than it moves a voxel
 
 
@@ -79,7 +80,7 @@ def of_results(args):
     if not rows:
         raise InputError(f"{args.results}: the folder has no results of a template or of OM_register.py; give a "
                          "folder that has.")
-    if any(row.get("start") == "field" for row in rows) and str(earlier["version"]) <= "1.2.0":
+    if any(row.get("start") == "field" for row in rows) and earlier["version"] in NO_AFFINE_OF_FIELDS:
         raise InputError(f"{args.results}: OmniMorph {earlier['version']} did not store the affine part of a "
                          "registration that starts from a field; register the subjects again.")
     targets = sorted({row["fixed"] for row in rows})

@@ -124,13 +124,17 @@ def test_labels_of_a_registration_that_resampled_them_are_resampled_to_its_grid(
     assert "fine.nii.gz: the label map is on another grid" in capsys.readouterr().err
 
 
-def test_results_of_two_templates_are_refused(results, capsys):
+def test_results_of_two_templates_and_of_an_early_version_are_refused(results, capsys):
     place, _ = results
     content = json.loads((place / "reg/results.json").read_text())
     content["pairs"][1]["fixed"] = str(place / "label.nii.gz")
     (place / "reg/results.json").write_text(json.dumps(content))
     assert run("--results", place / "reg", "--out", place / "out") == 43
     assert "maps are compared on one grid" in capsys.readouterr().err
+    for version, said in (("1.2.0", "OmniMorph 1.2.0 did not store the affine part"), ("1.10.0", "on one grid")):
+        content["pairs"][0]["start"], content["version"] = "field", version
+        (place / "reg/results.json").write_text(json.dumps(content))
+        assert run("--results", place / "reg", "--out", place / "out") == 43 and said in capsys.readouterr().err
     for words in ((), ("--results", place / "reg", "--scans", place / "nowhere.nii.gz")):
         assert run(*words, "--out", place / "out") == 43 and "give either --results" in capsys.readouterr().err
     for words in (("--affine", "affine"), ("--similarity", "mind")):
