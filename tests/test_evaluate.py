@@ -10,6 +10,7 @@ import SimpleITK as sitk
 import OM_evaluate
 from Dataloader.nifti import to_mm, write_field, write_field_learn2reg, write_volume
 from Dataloader.synthetic import make_subject
+from Dataloader.transforms import write_field_h5
 from Dataloader.volume import read_source
 from Inference.results import file_digests
 from Inference.scores import field_scores, pair_scores
@@ -34,6 +35,7 @@ def pair(tmp_path):
     field[0] = 3
     write_field(tmp_path / "field.nii.gz", field, OBLIQUE)
     write_field_learn2reg(tmp_path / "voxels.nii.gz", field, OBLIQUE)
+    write_field_h5(tmp_path / "field.h5", field, OBLIQUE)
     return tmp_path
 
 
@@ -45,7 +47,7 @@ def scores(folder):
     return json.loads((folder / "out/scores.json").read_text())["pairs"]
 
 
-@pytest.mark.parametrize("field", ["field.nii.gz", "voxels.nii.gz"])
+@pytest.mark.parametrize("field", ["field.nii.gz", "voxels.nii.gz", "field.h5"])
 def test_a_shift_that_the_field_knows(pair, capsys, field):
     words = ("--fixed-label", pair / "fixed.nii.gz", "--moving-label", pair / "moving.nii.gz", "--field", pair / field)
     assert run(pair, *words) == 0
@@ -100,7 +102,7 @@ def test_landmarks(pair):
     assert found["tre_before_mm"] == pytest.approx(shift) and found["tre_mm"] == pytest.approx(0, abs=1e-4)
 
 
-def test_a_list_of_pairs_with_a_folded_field(pair):
+def test_a_list_of_pairs_with_a_folded_field(pair, capsys):
     field = np.zeros((3, *SHAPE), np.float32)
     field[0] = -2.0 * np.arange(SHAPE[0])[:, None, None]
     write_field(pair / "folded.nii.gz", field, OBLIQUE)
@@ -114,6 +116,16 @@ def test_a_list_of_pairs_with_a_folded_field(pair):
     assert warped["name"] == "pair 3" and warped["dice"] == pytest.approx(5 / 8)
     mean = json.loads((pair / "out/scores.json").read_text())["mean"]
     assert mean["dice"] == pytest.approx((1 + 5 / 8) / 2) and mean["folding_percent"] == 50
+    before = (pair / "out/scores.json").read_bytes()
+    with open(pair / "pairs.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["name", *files, "warped_label", "age"])
+        writer.writeheader()
+        writer.writerows([*content[:2], {**content[2], "name": "pair 3", "age": 30}])
+    assert run(pair, "--pairs", pair / "pairs.csv", "--labels", "nearest") == 0
+    assert (pair / "out/scores.json").read_bytes() == before
+    (pair / "pairs.csv").write_text("fixed_label,moving_labels\na,b\n")
+    assert run(pair, "--pairs", pair / "pairs.csv") == 43
+    assert "unknown column moving_labels; the columns of a pair are fixed_label" in capsys.readouterr().err
 
 
 def test_a_bad_pair_of_a_list_is_named_and_the_others_are_scored(pair, capsys):
