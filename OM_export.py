@@ -16,15 +16,13 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
-from Dataloader.dataset import rows_of
-from Inference.load_model import EXPORTED, HUB, find_checkpoint, load_model, load_state
-from OM_train_3modes import MODES
+from Inference.choices import EXPORTED, HUB, no_model
 from Report.page import markdown_table
-from Runtime import checkpoint
 from Runtime.config import modes_of, overridden
 from Runtime.errors import DONE, InputError, parse_options, run_program
 from Runtime.files import edited, partial_path, replace, require_unedited, sha256, signed, write_file, write_flushed
@@ -140,20 +138,23 @@ def write_weights(path, weights, config, commit, licence):
     """
     from safetensors import safe_open
     from safetensors.torch import save
-    digest = checkpoint.weights_sha256(weights)
+
+    from Runtime.checkpoint import weights_sha256
+    digest = weights_sha256(weights)
     metadata = {"format": "pt", "config": json.dumps(config), "commit": commit or "", "weights_sha256": digest,
                 "license": licence}
     # Clones, because safetensors refuses tensors that share memory.
     clones = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
     write_flushed(path, save(clones, metadata))
     with safe_open(path, "pt") as file:
-        if checkpoint.weights_sha256({name: file.get_tensor(name) for name in file.keys()}) != digest:
+        if weights_sha256({name: file.get_tensor(name) for name in file.keys()}) != digest:
             raise OSError(f"{path} reads back differently")
     return sha256(path)
 
 
 def training_volumes(state):
     """Numbers of training and validation volumes, in words."""
+    from Dataloader.dataset import rows_of
     counts = {}
     for side in ("train", "val"):
         rows = [row for row in rows_of(state["data"]) if row[2] == side]
@@ -211,6 +212,7 @@ def licence_keys(licence):
 
 def card(source, net, state, cfg, about, digest, licence):
     """The text of the model card. source: name of the checkpoint. state: its content. digest: of the weights' file."""
+    from OM_train_3modes import MODES
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
@@ -238,6 +240,7 @@ def export(model, out=None, licence=None, overrides=()):
     """
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors files needs a package: pip install safetensors")
+    from Inference.load_model import find_checkpoint, load_model, load_state  # here, because torch takes seconds
     source = find_checkpoint(model)
     if source.suffix == ".safetensors":
         raise InputError(f"{source} is exported already; give the checkpoint (.pth) or the run's folder.")
@@ -278,6 +281,8 @@ def require_own(folder):
 
 def run(args):
     """Run the command line. Returns the exit code."""
+    if args.model != "universal" and not args.model.startswith(HUB) and not os.path.exists(args.model):
+        raise no_model(args.model)  # before torch is imported
     target, page = export(args.model, args.out, args.licence, args.overrides)
     print(f"weights: {target} ({target.stat().st_size / 2**20:.1f} MiB)\nmodel card: {page}")
     return DONE

@@ -21,6 +21,7 @@ from Dataloader.datalist import (
     volume_id,
     without_segmentations,
 )
+from Inference.choices import TO_SCORE
 from Runtime.errors import InputError
 from Runtime.files import as_stored, first_repeated, unfit_for_a_file, with_slashes
 
@@ -28,7 +29,6 @@ CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_C
             for side in ("fixed", "moving")}
 TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "fixed_mask", "moving_mask", "points",
                "moving_points", *CHANNELS["fixed"], *CHANNELS["moving"])
-TO_SCORE = ("fixed_label", "moving_label", "field", "warped_label", "fixed_points", "moving_points")
 LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # in a JSON file; the first non-empty one counts
 
 
@@ -126,7 +126,8 @@ def read_pairs_to_score(path):
     """The pairs to score.
 
     path: results.json of OM_register.py, or a JSON list (or an object with such a list under "pairs") of objects with
-    TO_SCORE and "name", or a .csv table with these columns. Warns about pairs that could not be registered and about an unfinished registration.
+    TO_SCORE and "name", or a .csv table with these columns. Warns about pairs that could not be registered and about an
+    unfinished registration.
     Returns: list of dict(name=str, and a Path for each key of TO_SCORE it has; for a registered pair "written", the
     folder and the `file_digests` of its field, "resample", the path of its moving volume if its labels were resampled
     to its volumes, and "carried", how they were warped); the number of axes, None if the list does not say.

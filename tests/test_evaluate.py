@@ -13,6 +13,7 @@ from Dataloader.synthetic import make_subject
 from Dataloader.transforms import write_field_h5
 from Dataloader.volume import read_source
 from Inference.results import file_digests
+from Inference.score_pairs import score_pair
 from Inference.scores import field_scores, pair_scores
 from tests.test_nifti import OBLIQUE, make_affine, tilted_affine
 
@@ -79,7 +80,7 @@ def test_labels_on_another_grid_agree_with_simpleitk(tmp_path):
     write_field(tmp_path / "field.nii.gz", fixed["field"], OBLIQUE)
     pair = {key: str(tmp_path / f"{name}.nii.gz") for key, name in (
         ("fixed_label", "fixed"), ("moving_label", "moving"), ("field", "field"))}
-    ours = OM_evaluate.score_pair(pair, carried="nearest")
+    ours = score_pair(pair, carried="nearest")
     images = {name: sitk.ReadImage(str(tmp_path / f"{name}.nii.gz"), sitk.sitkInt16) for name in ("fixed", "moving")}
     transform = sitk.DisplacementFieldTransform(sitk.ReadImage(pair["field"], sitk.sitkVectorFloat64))
     for end, how in (("_before", sitk.Transform()), ("", transform)):
@@ -200,10 +201,10 @@ def test_a_large_field_is_scored_on_as_many_voxels_as_by_a_registration(tmp_path
     judged = dict.fromkeys(("compared_by", "one_sign")) | {"overlap_percent": 100.0}
     expected = pair_scores(volume, volume, field, volume.array, np.eye(4), None, judged)
     path = tmp_path / "field.nii.gz"
-    found = OM_evaluate.score_pair({"field": path, "written": (tmp_path, file_digests([path], tmp_path))})
+    found = score_pair({"field": path, "written": (tmp_path, file_digests([path], tmp_path))})
     for key in ("folding_percent", "folding_any_percent", "ndv_percent", "sdlogj"):
         assert found[key] == pytest.approx(expected[key], rel=1e-5), key
-    whole = OM_evaluate.score_pair({"field": path})  # of another program, that may fold in single voxels
+    whole = score_pair({"field": path})  # of another program, that may fold in single voxels
     assert whole["folding_any_percent"] == pytest.approx(field_scores(field)["folding_any_percent"])
     assert whole["folding_any_percent"] != found["folding_any_percent"]
     assert expected["sdlogj"] > 0 and expected["folding_any_percent"] > 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import OM_export
+import OM_train_3modes
 from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.networks import build_network
@@ -156,8 +157,8 @@ def test_the_card_names_the_modes_of_the_training_alone(tmp_path, monkeypatch):
     page = page_of(loss__dist=0, loss__ang=0, loss__regul=0, loss__contrastive=0, loss__dice=0.1)
     assert [name for name in names if name in page] == ["Registration:"] and "No labels are used." not in page
     assert "Its loss has the Dice of label maps too." in page
-    assert list(OM_export.SENTENCES) == list(OM_export.MODES)
-    monkeypatch.setitem(OM_export.MODES, "fourth", OM_export.MODES["registration"]._replace(name="fourth"))
+    assert list(OM_export.SENTENCES) == list(OM_train_3modes.MODES)
+    monkeypatch.setitem(OM_train_3modes.MODES, "fourth", OM_train_3modes.MODES["registration"]._replace(name="fourth"))
     assert "- Fourth.\n" in page_of(), "a mode of one's own"
 
 
