@@ -4,6 +4,7 @@ Every row is judged again among all the others. A number is an outlier if it is 
 deviations (1.48 median absolute deviations) from the median, on its bad side.
 """
 import functools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,7 @@ def all_rows(sources):
             raise InputError(f"{source}: no results.json with results; give the --out of register, template or "
                              "segment.")
         judged = judge_list(found) if all("similarity" in row for row in found) else found
-        prefix = f"{folder.name}/" if len(sources) > 1 else ""
+        prefix = f"{Path(os.path.abspath(folder)).name}/" if len(sources) > 1 else ""  # "." too has a name
         failed += [{**entry, "name": prefix + entry["name"]} for entry in earlier["failed"]]
         rows += [{**row, **outlier_of(row, judged), "name": prefix + row["name"]} for row in judged]
     if not rows:

@@ -113,7 +113,7 @@ def test_verdicts_and_outliers_are_those_of_all_results_of_now(tmp_path, capsys)
     assert (counts["verdict_failed"], counts["failed"]) == (1, 1)  # the second is lost.nii.gz, which is left out
 
 
-def test_subjects_whose_names_differ_only_in_where_the_folder_ends_have_two_pictures(tmp_path):
+def test_subjects_whose_names_differ_only_in_where_the_folder_ends_have_two_pictures(tmp_path, monkeypatch):
     write_results(tmp_path, 1, (10, 11, 9))
     shutil.copytree(tmp_path / "reg", tmp_path / "reg_T1")
     write_volume(tmp_path / "reg_T1/all/warped.nii.gz", make_subject(1, (10, 11, 9))["image"], AFFINE)
@@ -124,6 +124,11 @@ def test_subjects_whose_names_differ_only_in_where_the_folder_ends_have_two_pict
     assert [row["name"] for row in rows] == ["reg/T1_01", "reg_T1/01"]
     one, other = ((tmp_path / "qc/thumbnails" / row["picture"]).read_bytes() for row in rows)
     assert one != other
+    monkeypatch.chdir(tmp_path / "reg")
+    (tmp_path / "link").symlink_to(tmp_path / "reg_T1")
+    assert run("qc", "--results", ".", "../link", "--out", tmp_path / "qc") == 0
+    rows = json.loads((tmp_path / "qc/results.json").read_text())["pairs"]
+    assert [row["name"] for row in rows] == ["reg/T1_01", "link/01"]
 
 
 def test_a_folder_in_which_everything_failed_is_shown_beside_others_and_alone_is_one_sentence(tmp_path, capsys):
