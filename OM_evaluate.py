@@ -3,55 +3,29 @@
     python OM_evaluate.py --pairs pairs.json --out Results/run
     python OM_evaluate.py --fixed-label F.nii.gz --moving-label M.nii.gz --field field.nii.gz --out Results/pair
 
-pairs.json is the results.json of OM_register.py, or a list of objects (or an object with such a list under "pairs")
-whose keys are the options below and, optionally, "name"; paths are relative to the list. A field is an ITK or ANTs file
-(millimetres) or a Learn2Reg file (voxels), on the fixed grid. Only what is given is scored. Writes scores.csv
-(a row for each pair and label), scores.json and scores.html. Exit codes: 0 done, 43 bad input, even if only some pairs
-of a list are bad: the others are scored.
+pairs.json is the results.json of OM_register.py, or a list of objects (or an object with such a list under "pairs", or
+a .csv table) whose keys are the options below and, optionally, "name"; paths are relative to the list. A field is an
+ITK or ANTs file (millimetres) or a Learn2Reg file (voxels), on the fixed grid. Only what is given is scored. Writes
+scores.csv (a row for each pair and label), scores.json and scores.html. Exit codes: 0 done, 43 bad input, even if only
+some pairs of a list are bad: the others are scored.
 """
 import Runtime  # noqa: F401  first: an outdated Python stops here with one sentence
 
 # isort: split
 import argparse
-import json
+import os
 import sys
-from pathlib import Path
 
-from tqdm import tqdm
-
-from Dataloader.datalist import read_json
-from Dataloader.grids import require_same_grid, thinning
-from Dataloader.nifti import read_field, read_header, read_label
-from Dataloader.points import read_points
-from Diffusion.metrics import spread
-from Inference.choices import LABELS
-from Inference.labels import apply_label, label_on
-from Inference.pair_lists import TO_SCORE, read_pairs_to_score
-from Inference.results import damage, scores_csv
-from Inference.scores import (
-    COLUMNS,
-    every,
-    field_scores,
-    heading,
-    label_scores,
-    point_scores,
-    said_of_labels,
-    unscored,
-)
-from Report.page import cards_html, table_html, text_table, write_page
-from Runtime.errors import DONE, STOP, InputError, attempt, parse_options, run_program
-from Runtime.files import write_file
-
-# Of the files of a pair: the one without which another scores nothing.
-NEEDS = {"moving_label": "fixed_label", "warped_label": "fixed_label", "fixed_points": "moving_points",
-         "moving_points": "fixed_points"}
+from Inference.choices import LABELS, TO_SCORE, require_partners
+from Runtime.errors import InputError, parse_options, run_program
+from Runtime.files import require_file
 
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Score registrations by Dice and HD95 of each label, landmark "
                                                  "error, and folding and SDlogJ of the fields.")
-    parser.add_argument("--pairs", metavar="JSON", help="results.json of OM_register.py, or a list of pairs with "
-                        "the keys fixed_label, moving_label, field, ...")
+    parser.add_argument("--pairs", metavar="LIST", help="results.json of OM_register.py, or a .csv table or .json "
+                        "list of pairs with fixed_label, moving_label, field, ...")
     parser.add_argument("--fixed-label", help="label image of the fixed volume")
     parser.add_argument("--moving-label", help="label image of the moving volume, on any grid")
     parser.add_argument("--field", help="deformation field on the fixed grid")
@@ -75,132 +49,28 @@ def asked_pairs(args):
     if bool(args.pairs) == bool(files):
         raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
     if not args.pairs:
+        if not os.path.exists(args.out):  # scores of an earlier run would have to go
+            require_partners(files)
+            for path in files.values():
+                if not os.path.exists(path):
+                    require_file(path)
         return [{"name": "pair", **files}], args.dims or 3
+    from Inference.pair_lists import read_pairs_to_score  # here: nibabel takes a moment
+
     pairs, dims = read_pairs_to_score(args.pairs)
     return pairs, args.dims or dims or 3
 
 
-def score_pair(pair, dims=3, carried=None):
-    """All scores of one pair.
-
-    pair: dict with name and any keys of TO_SCORE. dims: 2 or 3. carried: how labels are warped, one of LABELS; None: as
-    the registration did, else smooth.
-    Returns: dict of name, "labels" ({label: scores}) and the means of COLUMNS that the files allow.
-    Raises InputError, naming the file, for files that do not fit together and for a field changed since it was written.
-    """
-    carried = carried or pair.get("carried", "smooth")
-    if "written" in pair:
-        folder, digests = pair["written"]
-        problem = damage(digests, folder)
-        if problem:
-            raise InputError(f"{problem}: register this pair again.")
-    else:  # a registration also warps labels that it does not score
-        for one, other in NEEDS.items():
-            if one in pair and other not in pair:
-                raise InputError(f"{one} scores nothing alone: add {other}, or leave it out.")
-    scores = {"name": pair.get("name", "pair"), "labels": {}}
-    field = affine = moving = None
-    problem = gone = ""
-    if "field" in pair:
-        field, affine = read_field(pair["field"], dims)
-        # Of a registered pair as `pair_scores` does it; other programs' fields may fold in single voxels.
-        seen = every(field, thinning(field.shape[1:])) if "written" in pair else field
-        scores.update((key, value) for key, value in field_scores(seen).items() if key in COLUMNS)
-    if "fixed_label" in pair:
-        fixed, fixed_affine = read_label(pair["fixed_label"], dims)
-        if field is not None and pair.get("resample"):
-            fixed, fixed_affine = label_on(fixed, fixed_affine, field.shape[1:], affine, carried), affine
-        on_its_grid = pair["fixed_label"], fixed.shape, fixed_affine, "give the one for this pair"
-        if field is not None:
-            require_same_grid(f"{pair['field']}: it", field.shape[1:], affine, *on_its_grid)
-        label_maps = {}  # "_before": as the headers place them; "": after registration
-        if "moving_label" in pair:
-            moving, own = read_label(pair["moving_label"], dims)
-            if pair.get("resample") and not Path(pair["resample"]).exists():
-                gone = (f"{pair['resample']}: this image is gone, so its labels were not resampled to it first, as the "
-                        "registration did.")
-            elif pair.get("resample"):
-                shape, image_affine = read_header(pair["resample"], dims)
-                moving, own = label_on(moving, own, shape, image_affine, carried), image_affine
-            label_maps["_before"] = label_on(moving, own, fixed.shape, fixed_affine, carried)
-            if field is not None:
-                label_maps[""] = apply_label(moving, own, field, fixed_affine, carried)
-        if "warped_label" in pair:
-            label_maps[""], own = read_label(pair["warped_label"], dims)
-            require_same_grid(f"{pair['warped_label']}: it", label_maps[""].shape, own, *on_its_grid)
-        problem = unscored(pair, fixed, moving)
-        if not problem:
-            scores.update(label_scores(label_maps, fixed, fixed_affine[:3, :dims]))
-    if "fixed_points" in pair and "moving_points" in pair:
-        fixed_mm, moving_mm = read_points(pair["fixed_points"]), read_points(pair["moving_points"])
-        scores.update(point_scores(fixed_mm, moving_mm, pair, field, affine))
-    scores["warnings"] = [*said_of_labels(scores), *filter(None, (problem, gone))]
-    if len(scores) == 3:
-        why = problem.rstrip(".") or f"{scores['name']}: nothing to score"
-        raise InputError(f"{why}; give a field, label images or landmarks.")
-    return scores
-
-
-def write_scores(folder, scores, failed):
-    """Write scores.csv, scores.json and scores.html, and print the table; the page has the worst pairs first.
-
-    scores: from `score_pair`, at least one. failed: dicts of name and reason of the other pairs.
-    """
-    columns = spread(scores, COLUMNS)
-    means = {column: mean for column, (mean, _, _) in columns.items()}
-    content = {"pairs": scores, "failed": failed, "mean": means}
-    plain = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
-    write_file(folder / "scores.json", json.dumps(plain, indent=1) + "\n")  # first: it tells whose the others are
-    write_file(folder / "scores.csv", scores_csv(scores, COLUMNS))
-    header, formats = ["pair", *map(heading, columns)], [None, *[COLUMNS[column] for column in columns]]
-    rows, worst_first = ([[score["name"], *[score.get(column) for column in columns]] for score in ordered]
-                         for ordered in (scores, sorted(scores, key=lambda score: score.get("dice") or 0.0)))
-    ends = [["mean", *means.values()], ["sd", *[sd for _, sd, _ in columns.values()]]]
-    cards = cards_html([(heading(column), f"{mean:{COLUMNS[column]}}", f"sd {sd:{COLUMNS[column]}}, {count} pairs")
-                        for column, (mean, sd, count) in columns.items()])
-    sections = [("", cards), ("Pairs", table_html(header, [*worst_first, *ends], "Worst Dice first.", formats))]
-    if failed:
-        reasons = [[entry["name"], entry["reason"]] for entry in failed]
-        sections.append(("Not scored", table_html(["pair", "why"], reasons)))
-    path = folder / "scores.html"
-    write_page(path, "Registrations, scored", f"{len(scores)} pairs.", sections)
-    print(text_table(header, [*rows, *ends], formats))
-    print(f"\nscores: {path.resolve()}")
-    print(json.dumps({column: round(mean, 5) for column, mean in means.items()}))
-
-
-def score_all(args):
-    """Score one pair or a list, and write the scores. Returns the exit code."""
+def run(args):
+    """Run the command line. Returns the exit code."""
     pairs, dims = asked_pairs(args)
-    files = [Path(args.out, f"scores.{suffix}") for suffix in ("json", "csv", "html")]
-    taken = next(filter(Path.exists, files), None)
-    earlier = read_json(taken) if taken and taken.suffix == ".json" else None
-    if taken and not (isinstance(earlier, dict) and {"pairs", "failed", "mean"} == set(earlier)):
-        raise InputError(f"{taken}: it is not of an earlier run, and the scores would replace it; choose another "
-                         "--out.")
-    scores, failed = [], []
-    with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
-        for pair in bar:
-            score = attempt(pair["name"], score_pair, pair, dims, args.labels)
-            if isinstance(score, str):
-                failed.append({"name": pair["name"], "reason": score})
-            else:
-                scores.append(score)
-                for sentence in score["warnings"]:
-                    tqdm.write(f"warning: {score['name']}: {sentence}", file=sys.stderr)
-    if scores:
-        write_scores(Path(args.out), scores, failed)
-    else:
-        for path in reversed(files):  # those of an earlier run would look like scores of these pairs
-            path.unlink(missing_ok=True)
-    for entry in failed:
-        print(f"error: {entry['name']}: {entry['reason']}" if args.pairs else f"error: {entry['reason']}",
-              file=sys.stderr)
-    return STOP if failed else DONE
+    from Inference.score_pairs import score_all  # torch takes seconds: report wrong options and lists first
+
+    return score_all(args, pairs, dims)
 
 
 def main(argv=None):
-    return run_program(score_all, parse_arguments(argv))
+    return run_program(run, parse_arguments(argv))
 
 
 if __name__ == "__main__":

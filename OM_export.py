@@ -16,15 +16,13 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
-from Dataloader.dataset import rows_of
-from Inference.load_model import EXPORTED, HUB, find_checkpoint, load_model, load_state
-from OM_train_3modes import MODES
+from Inference.choices import EXPORTED, HUB, no_model
 from Report.page import markdown_table
-from Runtime import checkpoint
 from Runtime.config import modes_of, overridden
 from Runtime.errors import DONE, InputError, parse_options, run_program
 from Runtime.files import edited, partial_path, replace, require_unedited, sha256, signed, write_file, write_flushed
@@ -133,32 +131,30 @@ def about_run(path, state):
 
 
 def write_weights(path, weights, config, commit, licence):
-    """Write `path` (.safetensors) and read it back before it gets its name.
+    """Write a .safetensors file and read it back.
 
     weights: {name: tensor}. config: flat dict. commit: text or None. licence: text. Returns: the SHA-256 of the file.
     Raises OSError if the file reads back differently.
     """
     from safetensors import safe_open
     from safetensors.torch import save
-    digest = checkpoint.weights_sha256(weights)
+
+    from Runtime.checkpoint import weights_sha256
+    digest = weights_sha256(weights)
     metadata = {"format": "pt", "config": json.dumps(config), "commit": commit or "", "weights_sha256": digest,
                 "license": licence}
-    partial = partial_path(path)
-    try:
-        # Clones, because safetensors refuses tensors that share memory.
-        clones = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
-        write_flushed(partial, save(clones, metadata))
-        with safe_open(partial, "pt") as file:
-            if checkpoint.weights_sha256({name: file.get_tensor(name) for name in file.keys()}) != digest:
-                raise OSError(f"{path} reads back differently")
-        replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    # Clones, because safetensors refuses tensors that share memory.
+    clones = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
+    write_flushed(path, save(clones, metadata))
+    with safe_open(path, "pt") as file:
+        if weights_sha256({name: file.get_tensor(name) for name in file.keys()}) != digest:
+            raise OSError(f"{path} reads back differently")
     return sha256(path)
 
 
 def training_volumes(state):
     """Numbers of training and validation volumes, in words."""
+    from Dataloader.dataset import rows_of
     counts = {}
     for side in ("train", "val"):
         rows = [row for row in rows_of(state["data"]) if row[2] == side]
@@ -216,6 +212,7 @@ def licence_keys(licence):
 
 def card(source, net, state, cfg, about, digest, licence):
     """The text of the model card. source: name of the checkpoint. state: its content. digest: of the weights' file."""
+    from OM_train_3modes import MODES
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
@@ -239,10 +236,11 @@ def export(model, out=None, licence=None, overrides=()):
     model: checkpoint, run folder or the published method's weights. out: folder, default hub in the run's folder, or
     beside a checkpoint without a run. licence: of the weights, for the card. overrides: list of "key=value".
     Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, if a
-    CONFIG or PAGE that is not as it was written would be replaced, and if safetensors is not installed.
+    file that is not as an earlier export wrote it would be replaced, and if safetensors is not installed.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors files needs a package: pip install safetensors")
+    from Inference.load_model import find_checkpoint, load_model, load_state  # here, because torch takes seconds
     source = find_checkpoint(model)
     if source.suffix == ".safetensors":
         raise InputError(f"{source} is exported already; give the checkpoint (.pth) or the run's folder.")
@@ -256,26 +254,35 @@ def export(model, out=None, licence=None, overrides=()):
     target = folder / EXPORTED
     about = about_run(source, state)
     licence = licence or (PUBLISHED_LICENCE if state.get("published") else UNSTATED)
-    digest = write_weights(target, state.get("ema") or state["model"], config, about["commit"], licence)
-    page, settings = folder / PAGE, json.dumps(config, indent=1) + "\n"
-    text = card(source.name, net, state, cfg, about, digest, licence)
-    text = f"{text}\n<!-- SHA-256 of {CONFIG}: {hashlib.sha256(settings.encode()).hexdigest()} -->\n"
-    (folder / CONFIG).unlink(missing_ok=True)  # in this order, a killed export leaves nothing that looks edited
-    write_file(page, signed(text, "<!-- SHA-256 of all above, by which a later export sees if it was edited: {} -->"))
-    write_file(folder / CONFIG, settings)
+    page, settings, partial = folder / PAGE, json.dumps(config, indent=1) + "\n", partial_path(target)
+    try:
+        digest = write_weights(partial, state.get("ema") or state["model"], config, about["commit"], licence)
+        text = card(source.name, net, state, cfg, about, digest, licence)
+        text = f"{text}\n<!-- SHA-256 of {CONFIG}: {hashlib.sha256(settings.encode()).hexdigest()} -->\n"
+        for path in (folder / CONFIG, target):  # in this order, a killed export leaves nothing that looks edited
+            path.unlink(missing_ok=True)
+        write_file(page, signed(text, "<!-- SHA-256 of all above, by which a later export sees if it was edited: {} "
+                                      "-->"))
+        replace(partial, target)
+        write_file(folder / CONFIG, settings)
+    finally:
+        partial.unlink(missing_ok=True)
     return target, page
 
 
 def require_own(folder):
-    """Raise InputError if PAGE or CONFIG in a folder would be replaced and is not as an earlier export wrote it."""
-    page, config = folder / PAGE, folder / CONFIG
+    """Raise InputError if PAGE, CONFIG or EXPORTED in a folder is not as an earlier export wrote it."""
+    page = folder / PAGE
     require_unedited(page)
-    if config.is_file() and not (page.is_file() and sha256(config).encode() in page.read_bytes()):
-        raise edited(config)
+    for path in (folder / CONFIG, folder / EXPORTED):  # the page has their SHA-256
+        if path.is_file() and not (page.is_file() and sha256(path).encode() in page.read_bytes()):
+            raise edited(path)
 
 
 def run(args):
     """Run the command line. Returns the exit code."""
+    if args.model != "universal" and not args.model.startswith(HUB) and not os.path.exists(args.model):
+        raise no_model(args.model)  # before torch is imported
     target, page = export(args.model, args.out, args.licence, args.overrides)
     print(f"weights: {target} ({target.stat().st_size / 2**20:.1f} MiB)\nmodel card: {page}")
     return DONE

@@ -132,7 +132,9 @@ def write_report(folder, volumes, refused, cfg, size):
     if refused:
         sections.append(("Refused", table_html(["id", "file", "why"], refused, "Left out of the cache.")))
     settings = "; ".join(f"{key} {value}" for key, value in cache.settings(cfg).items())
-    path = Path(cfg["run.logs"]) / f"{cfg['data.name']}_prepared.html"
+    name = Path(os.path.abspath(folder)).name  # one data set may have several caches
+    name = cfg["data.name"] if name == cfg["data.name"] else f"{cfg['data.name']}_{name}"
+    path = Path(cfg["run.logs"]) / f"{name}_prepared.html"
     try:
         return write_page(path, f"Prepared: {cfg['data.name']}", f"{folder}, made with {settings}.", sections).resolve()
     except OSError as error:
@@ -157,7 +159,7 @@ def export(folder, cfg, identity, out):
     """Write one volume, its label and its mask as NIfTI: on the training grid, and mapped back to the file's grid.
 
     Further channels are <id>_image_2_grid.nii.gz and so on. identity: id of the volume. out: folder. Returns the exit
-    code. Raises InputError if the folder cannot be written.
+    code. Raises InputError if the folder cannot be written, or has a file of such a name.
     """
     import torch  # here, because the workers need none
 
@@ -168,6 +170,7 @@ def export(folder, cfg, identity, out):
     record = cache.record(folder, item)
     header = original_header(record)
     header["cal_min"] = header["cal_max"] = 0  # the range to display is that of the file's intensities
+    made = []  # (path, volume, its affine): all before the first is written
     for kind in cache.KINDS:
         if not record[kind]:
             continue
@@ -176,15 +179,18 @@ def export(folder, cfg, identity, out):
         stored = as_float(torch.from_numpy(stored)).numpy() if is_image else stored.astype(np.int16)
         for channel, array in enumerate(stored if is_image and cfg["data.channels"] > 1 else [stored]):
             back = to_original(array, record, channel if is_image else None)
-            name = f"{identity}_{kind}_{channel + 1}" if channel else f"{identity}_{kind}"
-            for word, volume, affine in (("grid", array, record["grid_affine"]), ("original", back, record["affine"])):
-                path = Path(out) / f"{name}_{word}.nii.gz"
-                try:
-                    write_volume(path, volume, np.array(affine), header)
-                except OSError as error:
-                    raise InputError(f"--export {identity} {out}: {path.name} cannot be written there ({error}); make "
-                                     "room, or name another folder.") from error
-                print(f"wrote {path}")
+            path = Path(out) / (f"{identity}_{kind}_{channel + 1}" if channel else f"{identity}_{kind}")
+            made += [(f"{path}_grid.nii.gz", array, record["grid_affine"]),
+                     (f"{path}_original.nii.gz", back, record["affine"])]
+    if taken := next((path for path, *_ in made if os.path.lexists(path)), None):
+        raise InputError(f"{taken}: it exists, and --export would replace it; remove it, or name another folder.")
+    for path, volume, affine in made:
+        try:
+            write_volume(path, volume, np.array(affine), header)
+        except OSError as error:
+            raise InputError(f"--export {identity} {out}: {os.path.basename(path)} cannot be written there ({error}); "
+                             "make room, or name another folder.") from error
+        print(f"wrote {path}")
     return DONE
 
 

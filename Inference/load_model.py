@@ -10,6 +10,7 @@ import torch
 
 from Dataloader.volume import is_path
 from Diffusion.networks import build_network
+from Inference.choices import EXPORTED, HUB, no_model
 from Runtime import checkpoint
 from Runtime.config import MODEL_KEYS, check_config, load_config, overridden
 from Runtime.device import own_settings, pick_device, precision
@@ -25,8 +26,6 @@ PUBLISHED_CONFIGS = {2: DEFAULTS.with_name("config_cmr.yaml"), 3: DEFAULTS.with_
 OTHER_REFINEMENT = ("refine.stride", "refine.smooth", "refine.weight")
 # What "universal" stands for: a network for volumes of any kind, trained only on synthetic anatomies.
 UNIVERSAL = Path(__file__).parent / "universal.safetensors"
-# The weights file in a folder of OM_export.py, and the prefix for the name of such a folder on huggingface.co.
-EXPORTED, HUB = "model.safetensors", "hf:"
 
 
 @functools.cache
@@ -72,7 +71,7 @@ def find_checkpoint(path):
         exported = path / EXPORTED
         return exported if exported.is_file() else path / _best_or_newest(path)
     if not path.is_file():
-        raise InputError(f"{path}: no such model; give a checkpoint (.pth), a .safetensors file or a run's folder.")
+        raise no_model(path)
     run = path.parent.parent if path.parent.name == "tmp" else path.parent
     relative = path.relative_to(run).as_posix()
     known = relative in _manifest(run).get("checkpoints", {})

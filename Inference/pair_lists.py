@@ -21,6 +21,7 @@ from Dataloader.datalist import (
     volume_id,
     without_segmentations,
 )
+from Inference.choices import TO_SCORE
 from Runtime.errors import InputError
 from Runtime.files import as_stored, first_repeated, unfit_for_a_file, with_slashes
 
@@ -28,7 +29,6 @@ CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_C
             for side in ("fixed", "moving")}
 TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "fixed_mask", "moving_mask", "points",
                "moving_points", *CHANNELS["fixed"], *CHANNELS["moving"])
-TO_SCORE = ("fixed_label", "moving_label", "field", "warped_label", "fixed_points", "moving_points")
 LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # in a JSON file; the first non-empty one counts
 
 
@@ -126,14 +126,15 @@ def read_pairs_to_score(path):
     """The pairs to score.
 
     path: results.json of OM_register.py, or a JSON list (or an object with such a list under "pairs") of objects with
-    TO_SCORE and "name". Warns about pairs that could not be registered and about an unfinished registration.
+    TO_SCORE and "name", or a .csv table with these columns. Warns about pairs that could not be registered and about an
+    unfinished registration.
     Returns: list of dict(name=str, and a Path for each key of TO_SCORE it has; for a registered pair "written", the
     folder and the `file_digests` of its field, "resample", the path of its moving volume if its labels were resampled
     to its volumes, and "carried", how they were warped); the number of axes, None if the list does not say.
     Raises InputError naming the file for a list that cannot be read and unknown keys.
     """
     path = Path(path)
-    content = _read_list(path)
+    content = _read_list(path, (*TO_SCORE, "name"))
     entries = content.get("pairs") if isinstance(content, dict) else content
     _require_entries(path, entries, "fixed_label, moving_label, field")
     if not isinstance(content, dict) or "settings" not in content:
@@ -160,13 +161,14 @@ def read_pairs_to_score(path):
     return pairs, settings["config"]["model.dims"]
 
 
-def _read_list(path, columns=()):
-    """The content of a JSON file, or the rows of a .csv table of some columns as a JSON list would have them."""
+def _read_list(path, columns):
+    """The content of a JSON file, or the rows of a .csv table of these columns as a JSON list would have them."""
     if not path.is_file():
         raise InputError(f"{path}: no such list of pairs; check the path.")
-    if columns and path.suffix.lower() == ".csv":
+    if path.suffix.lower() == ".csv":
         header, rows = read_csv(path, columns)
-        others = [cell for cell in header if cell.lower().startswith(("fixed", "moving", "points"))]
+        words = tuple({column.partition("_")[0] for column in columns} - {"name"})
+        others = [cell for cell in header if cell.lower().startswith(words)]
         if unknown := next((cell for cell in others if cell.lower() not in columns), None):
             raise InputError(f"{path}: unknown column {unknown}; the columns of a pair are {', '.join(columns)}.")
         return [entry for _, entry in rows]

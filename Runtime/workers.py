@@ -21,7 +21,7 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
     workers: number of processes, at most one per task. what: beginning of the error, such as the results folder.
     begin(*arguments) is called once in each process before its first task. meanwhile() is called here about three
     times a second while tasks run.
-    Raises InputError if a process was killed or ran out of memory, and whatever a task raises.
+    Raises InputError if a process was killed, ended or ran out of memory, and whatever a task raises.
     """
     processes = min(workers, len(tasks), MOST_ON_WINDOWS if os.name == "nt" else workers)
     context = multiprocessing.get_context("spawn")
@@ -37,6 +37,13 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
             for future in ended:
                 yield waiting.pop(future), future.result()
     except (BrokenProcessPool, MemoryError):
+        started = list((pool._processes or {}).values())
+        for process in started:
+            process.kill()
+        pool.shutdown(wait=True, cancel_futures=True)  # then each has its exit code, negative after a signal
+        if status := next((process.exitcode for process in started if (process.exitcode or 0) > 0), None):
+            raise InputError(f"{what}: a worker process ended with exit status {status}; the lines above may say why. "
+                             "Run the same command again, and it continues where it stopped.") from None
         way = f"with fewer --workers than {processes}" if processes > 1 else "on a machine with more memory"
         raise InputError(f"{what}: a worker process was killed, most likely because memory ran out; run the same "
                          f"command again {way}, and it continues where it stopped.") from None

@@ -16,10 +16,10 @@ import torch
 from scipy import linalg, ndimage
 
 from Dataloader.grids import require_same_grid, to_canonical
-from Dataloader.nifti import read_field, read_numbers, read_volume, write_volume
+from Dataloader.nifti import read_field, read_label, read_numbers, read_volume, write_volume
 from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import exponential, jacobian_determinant, then_affine
-from Inference.labels import apply_field, apply_label, without_affine
+from Inference.labels import apply_field, apply_label, label_on, without_affine
 from Inference.outputs import scores_of
 from Inference.results import do_all, read_results
 from Inference.verdict import VERDICTS, judge
@@ -33,6 +33,7 @@ from Study.thumbnails import gallery_html, thumbnail
 WHOLE, LOCAL, MIDDLE = "log_jacobian.nii.gz", "log_jacobian_without_affine.nii.gz", "middle.nii.gz"
 LEAST = 1e-3  # smallest determinant; where a field folds, the map has the logarithm of this
 SHOWN = 0.3  # logarithm that is drawn in full colour
+NO_AFFINE_OF_FIELDS = ("0.1.0", "1.0.0", "1.1.0", "1.2.0")  # releases that stored none of a start from a field
 MARGIN = 16  # voxels around the grid in which a field goes on, more than it moves a voxel
 
 
@@ -43,8 +44,9 @@ def jacobian(args):
         raise InputError("give either --results, or --scans with two or more scans of one subject.")
     if args.results and (args.affine != "rigid" or args.similarity):
         raise InputError("--affine and --similarity are for --scans: --results are registered already; leave them out.")
-    settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity}
-    entries, function, verdicts = of_scans(scans, args) if scans else of_results(args)
+    entries, function, verdicts, resample = of_scans(scans, args) if scans else of_results(args)
+    settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity,
+                "resample": resample}
     names = ["jacobian.html", "jacobian.tsv", *(f"{entry['name']}/{name}" for entry in entries
                                                 for name in (WHOLE, LOCAL, MIDDLE))]
     inputs = [path for entry in entries for key, path in entry.items() if key != "name"]
@@ -70,14 +72,15 @@ def log_determinant(field):
 
 def of_results(args):
     """The subjects in a folder of results, all registered to one volume: entries for `do_all`, but for those that have
-    failed; their function; verdict and reason of each subject, by name."""
+    failed; their function; verdict and reason of each subject, by name; how labels are resampled to the grid, one of
+    LABELS, None if they are not."""
     folder = Path(args.results) if Path(args.results).is_dir() else Path(args.results).parent
     earlier = read_results(folder)
     rows = [row for row in earlier["pairs"].values() if "fixed" in row and "matrix" in row]
     if not rows:
         raise InputError(f"{args.results}: the folder has no results of a template or of OM_register.py; give a "
                          "folder that has.")
-    if any(row.get("start") == "field" for row in rows) and str(earlier["version"]) <= "1.2.0":
+    if any(row.get("start") == "field" for row in rows) and earlier["version"] in NO_AFFINE_OF_FIELDS:
         raise InputError(f"{args.results}: OmniMorph {earlier['version']} did not store the affine part of a "
                          "registration that starts from a field; register the subjects again.")
     targets = sorted({row["fixed"] for row in rows})
@@ -94,11 +97,16 @@ def of_results(args):
     entries = [{"name": row["name"], "field": Path(row["folder"]) / "field.nii.gz", "fixed": Path(targets[0]),
                 **({"labels": Path(label)} if label else {})} for row in rows]
     matrices = {row["name"]: row["matrix"] for row in rows}
-    return entries, functools.partial(map_subject, args.out, args.smooth, matrices), verdicts
+    settings = earlier["settings"] or {}
+    resample = settings.get("labels", "smooth") if settings.get("resample_labels") and not args.labels else None
+    return entries, functools.partial(map_subject, args.out, args.smooth, matrices, resample), verdicts, resample
 
 
-def map_subject(out, smooth_mm, matrices, entry, folder, earlier):
-    """Write both maps of one subject and return its row, with the mean change of each label."""
+def map_subject(out, smooth_mm, matrices, resample, entry, folder, earlier):
+    """Write both maps of one subject and return its row, with the mean change of each label.
+
+    resample: one of LABELS if its labels may lie on another grid, as in a registration with --resample-labels.
+    """
     dims = dims_of(entry["fixed"])
     grid, affine = read_volume(entry["fixed"], dims)
     field, own = read_field(entry["field"], dims)
@@ -107,7 +115,9 @@ def map_subject(out, smooth_mm, matrices, entry, folder, earlier):
     rest = without_affine(field, matrices[entry["name"]], affine)
     maps = [log_determinant(torch.from_numpy(each)[None]) for each in (field, rest)]
     labels = None
-    if "labels" in entry:
+    if "labels" in entry and resample:
+        labels = label_on(*read_label(entry["labels"], dims), grid.shape, affine, resample)
+    elif "labels" in entry:
         labels, _ = common.label_of(entry["labels"], entry["fixed"], grid.shape, affine,
                                     "give one on the template's grid")
     paths = write_maps(folder, maps, affine, smooth_mm)
@@ -157,13 +167,14 @@ def percent(logs, weights=None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def of_scans(scans, args):
-    """The later scans of one subject, each against the first, as `of_results` returns subjects; no verdicts yet."""
+    """The later scans of one subject, each against the first, as `of_results` returns subjects; no verdicts yet, and
+    labels are on the first scan's grid."""
     first, *later = scans
     label = args.labels or first["label"]
     entries = [{"name": item["id"], "first": first["image"], "scan": item["image"],
                 **({"labels": Path(label)} if label else {})} for item in later]
     options = {"similarity": args.similarity, "device": pick_device(args.device).type}
-    return entries, functools.partial(map_change, args.out, args.smooth, args.affine, options), {}
+    return entries, functools.partial(map_change, args.out, args.smooth, args.affine, options), {}, None
 
 
 def map_change(out, smooth_mm, kind, options, entry, folder, earlier):

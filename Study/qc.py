@@ -4,6 +4,7 @@ Every row is judged again among all the others. A number is an outlier if it is 
 deviations (1.48 median absolute deviations) from the median, on its bad side.
 """
 import functools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ def qc(args):
         # Pictures are kept from an earlier run, numbers are not: outliers depend on all subjects of now.
         drawn = [{"labels": {}, **numbers_of(now[row["name"]]), **{key: row[key] for key in DRAWN}} for row in drawn]
         page = write_qc_page(out, drawn, failed + undrawn, args)
-        counts = {word: sum(row["verdict"] == word for row in drawn) for word in VERDICTS}
+        counts = {f"verdict_{word}": sum(row["verdict"] == word for row in drawn) for word in VERDICTS}
         return end(out, drawn, failed + undrawn, settings, page, args.strict,
                    {**counts, "outliers": sum(bool(row["outlier"]) for row in drawn)})
 
@@ -57,7 +58,7 @@ def all_rows(sources):
             raise InputError(f"{source}: no results.json with results; give the --out of register, template or "
                              "segment.")
         judged = judge_list(found) if all("similarity" in row for row in found) else found
-        prefix = f"{folder.name}/" if len(sources) > 1 else ""
+        prefix = f"{Path(os.path.abspath(folder)).name}/" if len(sources) > 1 else ""  # "." too has a name
         failed += [{**entry, "name": prefix + entry["name"]} for entry in earlier["failed"]]
         rows += [{**row, **outlier_of(row, judged), "name": prefix + row["name"]} for row in judged]
     if not rows:

@@ -24,6 +24,7 @@ from Inference.results import damage, do_all, kept_rows, read_results, source_di
 from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
+from Runtime.files import as_stored, first_repeated
 from Study import common
 from Study.fusion import fuse
 from Study.thumbnails import gallery_html, thumbnail
@@ -45,6 +46,9 @@ def segment(args):
     for atlas in atlases:  # one that was not taken may be taken once it has changed
         atlas["digests"] = source_digests({"image": atlas["image"], "label": atlas["label"]})
     images = [{**item, **voters(item, atlases, args.same_subject)} for item in images]
+    if twice := first_repeated(as_stored(pair["name"]) for pair in pairs_of(images)):  # a on b_to_c, and a_to_b on c
+        raise InputError(f"{twice}: two registrations of an atlas to an image would have this name; name the volumes "
+                         "without _to_ in a .csv list with a column id.")
     settings = {"program": "segment", "most": args.most, "join": args.join, "similarity": args.similarity,
                 "affine": args.affine, "labels": args.labels}
     options = {"similarity": args.similarity, "affine": args.affine, "device": pick_device(args.device).type}

@@ -140,7 +140,9 @@ NO_FAULT = {
     "G8": "two configs of one data set do not collide in silence: the second is refused with both values "
           "(tests/test_cache.py), and data.cache names another folder",
     "I15": "the key is hashed before it goes into the generator: run.seed 5 and 5 + 2^32 draw differently",
-    "I16": "the docstring says what an image has with itself; the other two are statements about tables",
+    "I16": "the docstring says what an image has with itself; a number for refine.weight is in voxels^2, so with "
+           "voxels half as large it smooths half as far in mm, but auto infers it from each pair of one modality; the "
+           "third is a statement about tables",
 }
 GONE = {"F7": "PBS support was removed whole"}
 OPEN = {}

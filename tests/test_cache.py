@@ -264,6 +264,12 @@ def test_export_writes_nifti_on_the_grid_and_on_the_grid_of_the_file(made, tmp_p
     np.testing.assert_array_equal(found["v_00007_label_original"].get_fdata()[inner],
                                   (source.get_fdata() > 600)[inner])
     assert {float(image.header[key]) for image in found.values() for key in ("cal_min", "cal_max")} == {0.0}
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/v_00007_label_original.nii.gz").write_text("theirs")
+    assert run_here(made, made / "cache", "--export", "v_00007", tmp_path / "theirs") == STOP
+    said = one_sentence(capsys.readouterr().err)
+    assert "v_00007_label_original.nii.gz: it exists, and --export would replace it" in said
+    assert [path.read_text() for path in (tmp_path / "theirs").iterdir()] == ["theirs"]
     (tmp_path / "file").write_text("no folder")
     assert run_here(made, made / "cache", "--export", "v_00007", tmp_path / "file") == STOP
     said = one_sentence(capsys.readouterr().err)
@@ -774,7 +780,7 @@ def test_refused_volumes_are_left_out_and_reported(tmp_path, capsys):
     rows = {row["id"]: row for row in csv.DictReader(open(place / "refused.csv", encoding="utf-8"))}
     assert set(rows) == set(reasons)
     refused = {name: (file, why) for name, file, why in json.loads((place / "manifest.json").read_text())["refused"]}
-    page = (tmp_path / "Logs/demo_prepared.html").read_text()
+    page = (tmp_path / "Logs/demo_cache_prepared.html").read_text()
     assert "Prepared: demo" in page and "data:image/png" in page
     for name, word in reasons.items():
         assert word in rows[name]["reason"] and f"refused {name}: {rows[name]['reason']}" in printed
@@ -788,6 +794,10 @@ def test_refused_volumes_are_left_out_and_reported(tmp_path, capsys):
     assert "10 volumes (10 with labels), 3 refused" in capsys.readouterr().out
     assert len(list(csv.DictReader(open(place / "refused.csv", encoding="utf-8")))) == 3
     assert run_here(tmp_path, place, "--verify") == DONE
+    assert run_here(tmp_path, tmp_path / "demo", page=True) == DONE  # its page has the name alone, and is another one
+    names = ["demo_cache_prepared.html", "demo_prepared.html"]
+    assert sorted(path.name for path in (tmp_path / "Logs").glob("*_prepared.html")) == names
+    assert (tmp_path / "Logs" / names[0]).read_text() == page
 
 
 def test_a_refused_volume_is_tried_again_even_if_its_file_looks_the_same(tmp_path, capsys):

@@ -126,7 +126,12 @@ def test_a_device_that_is_not_there_is_one_sentence():
     (["-m", "omnimorph", "register", "--help"], 0, "--model FILE"),
     (["OM_register.py", "--fixed", "none.nii", "--moving", "none.nii", "--out", "x"], 43, "none.nii: no such file"),
     (["OM_register.py", "--fixd", "a.nii"], 43, "error: the following arguments are required: --out; see "),
-    (["OM_register.py", "--fixd", "a.nii", "--out", "x"], 43, "error: unrecognized arguments: --fixd a.nii; see ")])
+    (["OM_register.py", "--fixd", "a.nii", "--out", "x"], 43, "error: unrecognized arguments: --fixd a.nii; see "),
+    (["OM_export.py", "--help"], 0, "--licence TEXT"),
+    (["OM_export.py", "--model", "none.pth"], 43, "error: none.pth: no such model"),
+    (["OM_evaluate.py", "--help"], 0, "--pairs LIST"),
+    (["OM_evaluate.py", "--field", "none.nii", "--out", "x"], 43, "error: none.nii: no such file"),
+    (["OM_evaluate.py", "--out", "x"], 43, "error: give either --pairs or the files of one pair")])
 def test_what_needs_no_torch_is_told_at_once(words, code, said):
     done = subprocess.run([sys.executable, "-X", "importtime", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and said in done.stdout + done.stderr and "Traceback" not in done.stderr

@@ -10,8 +10,10 @@ import SimpleITK as sitk
 import OM_evaluate
 from Dataloader.nifti import to_mm, write_field, write_field_learn2reg, write_volume
 from Dataloader.synthetic import make_subject
+from Dataloader.transforms import write_field_h5
 from Dataloader.volume import read_source
 from Inference.results import file_digests
+from Inference.score_pairs import score_pair
 from Inference.scores import field_scores, pair_scores
 from tests.test_nifti import OBLIQUE, make_affine, tilted_affine
 
@@ -34,6 +36,7 @@ def pair(tmp_path):
     field[0] = 3
     write_field(tmp_path / "field.nii.gz", field, OBLIQUE)
     write_field_learn2reg(tmp_path / "voxels.nii.gz", field, OBLIQUE)
+    write_field_h5(tmp_path / "field.h5", field, OBLIQUE)
     return tmp_path
 
 
@@ -45,7 +48,7 @@ def scores(folder):
     return json.loads((folder / "out/scores.json").read_text())["pairs"]
 
 
-@pytest.mark.parametrize("field", ["field.nii.gz", "voxels.nii.gz"])
+@pytest.mark.parametrize("field", ["field.nii.gz", "voxels.nii.gz", "field.h5"])
 def test_a_shift_that_the_field_knows(pair, capsys, field):
     words = ("--fixed-label", pair / "fixed.nii.gz", "--moving-label", pair / "moving.nii.gz", "--field", pair / field)
     assert run(pair, *words) == 0
@@ -77,7 +80,7 @@ def test_labels_on_another_grid_agree_with_simpleitk(tmp_path):
     write_field(tmp_path / "field.nii.gz", fixed["field"], OBLIQUE)
     pair = {key: str(tmp_path / f"{name}.nii.gz") for key, name in (
         ("fixed_label", "fixed"), ("moving_label", "moving"), ("field", "field"))}
-    ours = OM_evaluate.score_pair(pair, carried="nearest")
+    ours = score_pair(pair, carried="nearest")
     images = {name: sitk.ReadImage(str(tmp_path / f"{name}.nii.gz"), sitk.sitkInt16) for name in ("fixed", "moving")}
     transform = sitk.DisplacementFieldTransform(sitk.ReadImage(pair["field"], sitk.sitkVectorFloat64))
     for end, how in (("_before", sitk.Transform()), ("", transform)):
@@ -100,7 +103,7 @@ def test_landmarks(pair):
     assert found["tre_before_mm"] == pytest.approx(shift) and found["tre_mm"] == pytest.approx(0, abs=1e-4)
 
 
-def test_a_list_of_pairs_with_a_folded_field(pair):
+def test_a_list_of_pairs_with_a_folded_field(pair, capsys):
     field = np.zeros((3, *SHAPE), np.float32)
     field[0] = -2.0 * np.arange(SHAPE[0])[:, None, None]
     write_field(pair / "folded.nii.gz", field, OBLIQUE)
@@ -114,6 +117,16 @@ def test_a_list_of_pairs_with_a_folded_field(pair):
     assert warped["name"] == "pair 3" and warped["dice"] == pytest.approx(5 / 8)
     mean = json.loads((pair / "out/scores.json").read_text())["mean"]
     assert mean["dice"] == pytest.approx((1 + 5 / 8) / 2) and mean["folding_percent"] == 50
+    before = (pair / "out/scores.json").read_bytes()
+    with open(pair / "pairs.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["name", *files, "warped_label", "age"])
+        writer.writeheader()
+        writer.writerows([*content[:2], {**content[2], "name": "pair 3", "age": 30}])
+    assert run(pair, "--pairs", pair / "pairs.csv", "--labels", "nearest") == 0
+    assert (pair / "out/scores.json").read_bytes() == before
+    (pair / "pairs.csv").write_text("fixed_label,moving_labels\na,b\n")
+    assert run(pair, "--pairs", pair / "pairs.csv") == 43
+    assert "unknown column moving_labels; the columns of a pair are fixed_label" in capsys.readouterr().err
 
 
 def test_a_bad_pair_of_a_list_is_named_and_the_others_are_scored(pair, capsys):
@@ -188,10 +201,10 @@ def test_a_large_field_is_scored_on_as_many_voxels_as_by_a_registration(tmp_path
     judged = dict.fromkeys(("compared_by", "one_sign")) | {"overlap_percent": 100.0}
     expected = pair_scores(volume, volume, field, volume.array, np.eye(4), None, judged)
     path = tmp_path / "field.nii.gz"
-    found = OM_evaluate.score_pair({"field": path, "written": (tmp_path, file_digests([path], tmp_path))})
+    found = score_pair({"field": path, "written": (tmp_path, file_digests([path], tmp_path))})
     for key in ("folding_percent", "folding_any_percent", "ndv_percent", "sdlogj"):
         assert found[key] == pytest.approx(expected[key], rel=1e-5), key
-    whole = OM_evaluate.score_pair({"field": path})  # of another program, that may fold in single voxels
+    whole = score_pair({"field": path})  # of another program, that may fold in single voxels
     assert whole["folding_any_percent"] == pytest.approx(field_scores(field)["folding_any_percent"])
     assert whole["folding_any_percent"] != found["folding_any_percent"]
     assert expected["sdlogj"] > 0 and expected["folding_any_percent"] > 0

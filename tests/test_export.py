@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import OM_export
+import OM_train_3modes
 from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.networks import build_network
@@ -93,22 +94,21 @@ def test_the_file_says_what_it_is(tmp_path):
     assert found["weights_sha256"] == checkpoint.weights_sha256(weights)
 
 
-@pytest.mark.parametrize("name", ["README.md", "config.json"])
-def test_a_page_or_config_that_was_edited_is_not_replaced(tmp_path, name):
+@pytest.mark.parametrize("name", ["README.md", "config.json", "model.safetensors"])
+def test_a_file_that_was_edited_or_is_not_of_an_export_is_not_replaced(tmp_path, name):
     run, _ = make_run(tmp_path)
     for _ in range(2):  # what it has written itself is
         target, page = OM_export.export(run)
     path = target.parent / name
-    before = path.read_text()
-    path.write_text(before.replace("om_net", "my_net"))
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b"om_net", b"my_net"))
     with pytest.raises(InputError, match=f"{name}: it is not as this version wrote it, and would be replaced"):
         OM_export.export(run, licence="MIT")
-    assert "my_net" in path.read_text() and path.read_text() != before
-    path.write_text(before)
+    assert b"my_net" in path.read_bytes() and path.read_bytes() != before
+    path.write_bytes(before)
+    assert "MIT" not in page.read_text() and load_model(target)
     (page.parent / "config.json").unlink()  # an export was killed before it wrote it again
     OM_export.export(run)
-    path.write_text(before.replace("om_net", "my_net"))
-    assert "MIT" not in page.read_text() and load_model(target)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / name).write_text("{}")
     with pytest.raises(InputError, match=name):
@@ -157,8 +157,8 @@ def test_the_card_names_the_modes_of_the_training_alone(tmp_path, monkeypatch):
     page = page_of(loss__dist=0, loss__ang=0, loss__regul=0, loss__contrastive=0, loss__dice=0.1)
     assert [name for name in names if name in page] == ["Registration:"] and "No labels are used." not in page
     assert "Its loss has the Dice of label maps too." in page
-    assert list(OM_export.SENTENCES) == list(OM_export.MODES)
-    monkeypatch.setitem(OM_export.MODES, "fourth", OM_export.MODES["registration"]._replace(name="fourth"))
+    assert list(OM_export.SENTENCES) == list(OM_train_3modes.MODES)
+    monkeypatch.setitem(OM_train_3modes.MODES, "fourth", OM_train_3modes.MODES["registration"]._replace(name="fourth"))
     assert "- Fourth.\n" in page_of(), "a mode of one's own"
 
 

@@ -105,13 +105,36 @@ def test_maps_and_table_of_known_fields(results, capsys):
     assert 0 < smoothed.max() < exact.max() and smoothed.mean() == pytest.approx(exact.mean(), abs=1e-3)
 
 
-def test_results_of_two_templates_are_refused(results, capsys):
+def test_labels_of_a_registration_that_resampled_them_are_resampled_to_its_grid(results, capsys):
+    place, _ = results
+    fine = AFFINE @ np.diag([0.5, 0.5, 0.5, 1.0])
+    fine[:3, 3] = -0.375  # the first voxel of the template is eight of the label map
+    label = np.zeros([2 * n for n in SIZE], np.uint8)
+    label[18:26, 20:28, 16:24] = 5
+    write_volume(place / "fine.nii.gz", label, fine)
+    content = json.loads((place / "reg/results.json").read_text())
+    for row in content["pairs"]:
+        row["fixed_label"] = str(place / "fine.nii.gz")
+    content["settings"] = {"config": {"model.dims": 3}, "labels": "nearest", "resample_labels": True}
+    (place / "reg/results.json").write_text(json.dumps(content))
+    assert run("--results", place / "reg", "--out", place / "out") == 0
+    assert [(row["label"], row["voxels"]) for row in table(place / "out/jacobian.tsv")] == [("5", "64")] * 2
+    capsys.readouterr()
+    assert run("--results", place / "reg", "--labels", place / "fine.nii.gz", "--out", place / "given") == 43
+    assert "fine.nii.gz: the label map is on another grid" in capsys.readouterr().err
+
+
+def test_results_of_two_templates_and_of_an_early_version_are_refused(results, capsys):
     place, _ = results
     content = json.loads((place / "reg/results.json").read_text())
     content["pairs"][1]["fixed"] = str(place / "label.nii.gz")
     (place / "reg/results.json").write_text(json.dumps(content))
     assert run("--results", place / "reg", "--out", place / "out") == 43
     assert "maps are compared on one grid" in capsys.readouterr().err
+    for version, said in (("1.2.0", "OmniMorph 1.2.0 did not store the affine part"), ("1.10.0", "on one grid")):
+        content["pairs"][0]["start"], content["version"] = "field", version
+        (place / "reg/results.json").write_text(json.dumps(content))
+        assert run("--results", place / "reg", "--out", place / "out") == 43 and said in capsys.readouterr().err
     for words in ((), ("--results", place / "reg", "--scans", place / "nowhere.nii.gz")):
         assert run(*words, "--out", place / "out") == 43 and "give either --results" in capsys.readouterr().err
     for words in (("--affine", "affine"), ("--similarity", "mind")):

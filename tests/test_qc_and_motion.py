@@ -74,8 +74,8 @@ def test_the_page_of_two_hundred_subjects(tmp_path, capsys):
     write_results(tmp_path, 200)
     assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out.splitlines()[-1]) == {"ok": 199, "doubtful": 1, "failed": 1, "outliers": 1,
-                                                        "done": 200}
+    assert json.loads(printed.out.splitlines()[-1]) == {
+        "verdict_ok": 199, "verdict_doubtful": 1, "verdict_failed": 0, "outliers": 1, "done": 200, "failed": 1}
     page = tmp_path / "qc/qc.html"
     text = page.read_text()
     assert page.stat().st_size < 20e6 and text.count('class="thumb"') == 200
@@ -102,11 +102,18 @@ def test_verdicts_and_outliers_are_those_of_all_results_of_now(tmp_path, capsys)
     assert "dice" in first
     change_rows(tmp_path / "reg", lambda row: row.pop("dice"))
     assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0
-    assert "keeping 10 of 10 subjects" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "keeping 10 of 10 subjects" in printed.err
+    assert json.loads(printed.out.splitlines()[-1]) == {
+        "verdict_ok": 9, "verdict_doubtful": 1, "verdict_failed": 0, "outliers": 1, "done": 10, "failed": 1}
     assert "dice" not in table(tmp_path / "qc/qc.tsv")[0]
+    change_rows(tmp_path / "reg", lambda row: row.update(folding_body_percent=50.0 * (row["name"] == "s_003")))
+    assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0
+    counts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (counts["verdict_failed"], counts["failed"]) == (1, 1)  # the second is lost.nii.gz, which is left out
 
 
-def test_subjects_whose_names_differ_only_in_where_the_folder_ends_have_two_pictures(tmp_path):
+def test_subjects_whose_names_differ_only_in_where_the_folder_ends_have_two_pictures(tmp_path, monkeypatch):
     write_results(tmp_path, 1, (10, 11, 9))
     shutil.copytree(tmp_path / "reg", tmp_path / "reg_T1")
     write_volume(tmp_path / "reg_T1/all/warped.nii.gz", make_subject(1, (10, 11, 9))["image"], AFFINE)
@@ -117,6 +124,11 @@ def test_subjects_whose_names_differ_only_in_where_the_folder_ends_have_two_pict
     assert [row["name"] for row in rows] == ["reg/T1_01", "reg_T1/01"]
     one, other = ((tmp_path / "qc/thumbnails" / row["picture"]).read_bytes() for row in rows)
     assert one != other
+    monkeypatch.chdir(tmp_path / "reg")
+    (tmp_path / "link").symlink_to(tmp_path / "reg_T1")
+    assert run("qc", "--results", ".", "../link", "--out", tmp_path / "qc") == 0
+    rows = json.loads((tmp_path / "qc/results.json").read_text())["pairs"]
+    assert [row["name"] for row in rows] == ["reg/T1_01", "link/01"]
 
 
 def test_a_folder_in_which_everything_failed_is_shown_beside_others_and_alone_is_one_sentence(tmp_path, capsys):

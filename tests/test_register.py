@@ -25,6 +25,7 @@ from Inference.load_model import load_model
 from Inference.pair_lists import read_pairs_to_register
 from Inference.registration import register
 from Inference.results import kept_rows, read_results
+from Inference.score_pairs import score_pair
 from Runtime import checkpoint, run_lock
 from Runtime.files import partial_path, sha256
 from tests import tiny, warm
@@ -148,7 +149,7 @@ def test_simpleitk_and_the_scores_agree_with_the_files(place, pair):
     inner = sitk.ConstantPad(sitk.Crop(moving, [1] * 3, [1] * 3) * 0 + 1, [1] * 3, [1] * 3, 0.0)
     inside = sitk.GetArrayFromImage(sitk.Resample(inner, reference, field, sitk.sitkLinear, 0.0)).T > 0.999
     assert inside.mean() > 0.2 and np.abs(ours - theirs)[inside].max() < 0.51, "rounded to whole numbers"
-    scores = OM_evaluate.score_pair({"fixed_label": image(place, "a_0001", "labels"), "moving_label": image(
+    scores = score_pair({"fixed_label": image(place, "a_0001", "labels"), "moving_label": image(
         place, "b_0002", "labels"), "field": place / "pair/field.nii.gz", "warped_label": place
         / "pair/warped_label.nii.gz"})
     row = json.loads((place / "pair/results.json").read_text())["pairs"][0]

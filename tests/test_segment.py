@@ -262,6 +262,15 @@ def test_what_cannot_be_is_refused_in_one_sentence(place, words, said, capsys):
     assert len(errors) == 1 and said in errors[0]
 
 
+def test_two_registrations_of_one_name_are_refused(tmp_path, capsys):
+    for number, name in enumerate(("atlases/a", "atlases/a_to_b", "new/b_to_c", "new/c")):
+        write_volume(tmp_path / f"{name}.nii.gz", make_subject(number, (16, 17), dims=2)["image"], AFFINE)
+        write_volume(tmp_path / f"{name}_dseg.nii.gz", np.ones((16, 17), np.uint8), AFFINE)
+    assert join_in(tmp_path) == 43
+    assert "error: a_to_b_to_c: two registrations of an atlas to an image" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory):
     """One atlas and two images, of which s_2 has a label map on another grid; the results of the other one."""

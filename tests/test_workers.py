@@ -31,6 +31,12 @@ def kill_one(a):
     return a
 
 
+def end_one(a):
+    if a == 1:
+        os._exit(7)
+    return a
+
+
 def take_too_much(a):
     raise MemoryError
 
@@ -58,6 +64,11 @@ def test_every_task_runs_once_in_another_process():
 def test_a_worker_that_dies_or_lacks_memory_is_one_sentence(function, workers, advice):
     with pytest.raises(InputError, match=f"out: a worker process was killed, .* {advice}"):
         list(run_tasks(function, [(1,), (2,)], workers, "out"))
+
+
+def test_a_worker_that_exits_is_named_with_its_status():
+    with pytest.raises(InputError, match="out: a worker process ended with exit status 7; the lines above"):
+        list(run_tasks(end_one, [(1,), (2,)], 2, "out"))
 
 
 def test_what_a_task_raises_is_raised_here():
