@@ -49,7 +49,8 @@ def asked_pairs(args):
     if bool(args.pairs) == bool(files):
         raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
     if not args.pairs:
-        if not os.path.exists(args.out):  # scores of an earlier run would have to go
+        # Else scores of an earlier run have to go first.
+        if not any(os.path.exists(os.path.join(args.out, f"scores.{suffix}")) for suffix in ("json", "csv", "html")):
             require_partners(files)
             for path in files.values():
                 if not os.path.exists(path):

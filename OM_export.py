@@ -131,7 +131,7 @@ def about_run(path, state):
 
 
 def write_weights(path, weights, config, commit, licence):
-    """Write a .safetensors file and read it back.
+    """Write `path` (.safetensors) and read it back before it gets its name.
 
     weights: {name: tensor}. config: flat dict. commit: text or None. licence: text. Returns: the SHA-256 of the file.
     Raises OSError if the file reads back differently.
@@ -143,13 +143,28 @@ def write_weights(path, weights, config, commit, licence):
     digest = weights_sha256(weights)
     metadata = {"format": "pt", "config": json.dumps(config), "commit": commit or "", "weights_sha256": digest,
                 "license": licence}
-    # Clones, because safetensors refuses tensors that share memory.
-    clones = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
-    write_flushed(path, save(clones, metadata))
-    with safe_open(path, "pt") as file:
-        if weights_sha256({name: file.get_tensor(name) for name in file.keys()}) != digest:
-            raise OSError(f"{path} reads back differently")
+    partial = partial_path(path)
+    try:
+        # Clones, because safetensors refuses tensors that share memory.
+        clones = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
+        write_flushed(partial, save(clones, metadata))
+        with safe_open(partial, "pt") as file:
+            if weights_sha256({name: file.get_tensor(name) for name in file.keys()}) != digest:
+                raise OSError(f"{path} reads back differently")
+        replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return sha256(path)
+
+
+def is_export(path):
+    """Whether a .safetensors file is one of `write_weights`, by its metadata."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(path, "np") as file:
+            return "weights_sha256" in (file.metadata() or {})
+    except SafetensorError:
+        return False
 
 
 def training_volumes(state):
@@ -236,7 +251,7 @@ def export(model, out=None, licence=None, overrides=()):
     model: checkpoint, run folder or the published method's weights. out: folder, default hub in the run's folder, or
     beside a checkpoint without a run. licence: of the weights, for the card. overrides: list of "key=value".
     Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, if a
-    file that is not as an earlier export wrote it would be replaced, and if safetensors is not installed.
+    file that is not of an earlier export would be replaced, and if safetensors is not installed.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors files needs a package: pip install safetensors")
@@ -254,29 +269,25 @@ def export(model, out=None, licence=None, overrides=()):
     target = folder / EXPORTED
     about = about_run(source, state)
     licence = licence or (PUBLISHED_LICENCE if state.get("published") else UNSTATED)
-    page, settings, partial = folder / PAGE, json.dumps(config, indent=1) + "\n", partial_path(target)
-    try:
-        digest = write_weights(partial, state.get("ema") or state["model"], config, about["commit"], licence)
-        text = card(source.name, net, state, cfg, about, digest, licence)
-        text = f"{text}\n<!-- SHA-256 of {CONFIG}: {hashlib.sha256(settings.encode()).hexdigest()} -->\n"
-        for path in (folder / CONFIG, target):  # in this order, a killed export leaves nothing that looks edited
-            path.unlink(missing_ok=True)
-        write_file(page, signed(text, "<!-- SHA-256 of all above, by which a later export sees if it was edited: {} "
-                                      "-->"))
-        replace(partial, target)
-        write_file(folder / CONFIG, settings)
-    finally:
-        partial.unlink(missing_ok=True)
+    digest = write_weights(target, state.get("ema") or state["model"], config, about["commit"], licence)
+    page, settings = folder / PAGE, json.dumps(config, indent=1) + "\n"
+    text = card(source.name, net, state, cfg, about, digest, licence)
+    text = f"{text}\n<!-- SHA-256 of {CONFIG}: {hashlib.sha256(settings.encode()).hexdigest()} -->\n"
+    (folder / CONFIG).unlink(missing_ok=True)  # in this order, a killed export leaves nothing that looks edited
+    write_file(page, signed(text, "<!-- SHA-256 of all above, by which a later export sees if it was edited: {} -->"))
+    write_file(folder / CONFIG, settings)
     return target, page
 
 
 def require_own(folder):
-    """Raise InputError if PAGE, CONFIG or EXPORTED in a folder is not as an earlier export wrote it."""
-    page = folder / PAGE
+    """Raise InputError if PAGE or CONFIG in a folder would be replaced and is not as an earlier export wrote it, or if
+    EXPORTED is of no export."""
+    page, config, weights = folder / PAGE, folder / CONFIG, folder / EXPORTED
     require_unedited(page)
-    for path in (folder / CONFIG, folder / EXPORTED):  # the page has their SHA-256
-        if path.is_file() and not (page.is_file() and sha256(path).encode() in page.read_bytes()):
-            raise edited(path)
+    if config.is_file() and not (page.is_file() and sha256(config).encode() in page.read_bytes()):
+        raise edited(config)
+    if weights.is_file() and not is_export(weights):
+        raise edited(weights)
 
 
 def run(args):

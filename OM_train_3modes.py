@@ -502,12 +502,14 @@ def train(cfg, args, ranks, folder):
         if validate:
             # A validation may last for minutes: leave before it rather than be killed in it, and validate after the
             # restart. A launch that has made no step validates in any case, or it would be restarted for ever.
-            late = 0 < args.max_seconds_before_restart < time.monotonic() - run.launched + validation_s
-            wish = "signal" if watchdog.stop_requested() else "time" if steps_here and late else None
-            leave = agree.agree(ranks, progress.step, "validation", leave=wish).leave
-            if leave:
+            limit = args.max_seconds_before_restart
+            late = 0 < limit < time.monotonic() - run.launched + validation_s
+            wish = "signal" if watchdog.stop_requested() else "time" if late else None
+            leave = agree.agree(ranks, progress.step, "validation", leave=wish if steps_here else None).leave
+            if leave or (limit and steps_here and not validation_s):  # nobody knows how long the first one takes
                 training_state.save(run, checkpoint.step_name(epoch, progress.step_in_epoch, cfg["data.name"],
                                                               cfg["model.name"]))
+            if leave:
                 break
         watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world_size=ranks.world_size,
                        samples=progress.samples, steps=sums.steps,

@@ -168,7 +168,8 @@ def this_machine(cfg, memory, split, modes, labels):
     except InputError:
         return {}
     room = measure(device)
-    free = room["host_free" if device.type == "cpu" else "device_free"]
+    free = room["host_free"] if device.type == "cpu" else room["device_free"]
+    free = room["device_unreserved"] if free is None else free
     fits = None if free is None else memory.get(device.type, memory["cpu"]) <= free
     seconds = None
     if fits is not False:

@@ -169,7 +169,7 @@ def _read_list(path, columns):
         header, rows = read_csv(path, columns)
         words = tuple({column.partition("_")[0] for column in columns} - {"name"})
         others = [cell for cell in header if cell.lower().startswith(words)]
-        if unknown := next((cell for cell in others if cell.lower() not in columns), None):
+        if unknown := next((cell for cell in others if cell.lower() not in (*columns, *TO_REGISTER)), None):
             raise InputError(f"{path}: unknown column {unknown}; the columns of a pair are {', '.join(columns)}.")
         return [entry for _, entry in rows]
     return read_json(path)

@@ -56,7 +56,7 @@ NOTHING = 1e-20
 SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point, because that hardly takes time
 # To infer the smoothing:
 BLOCK, RIM = 8, 2  # voxels: least side of the cubes, and of their rim near the other colour, which is not measured
-MOST_VOXELS = 750_000  # of the images that infer the smoothing; larger ones are halved along each axis
+MOST_VOXELS = 750_000  # of the images that infer the smoothing (larger ones are halved along each axis), or judge it
 LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
 WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # values to try, each twice the previous
 GROSS = 1.0  # weight with which the gross motion is found
@@ -82,22 +82,22 @@ def refine(pair, field, steps, cfg, progress=False):
             two_modalities = cfg["registration.similarity"] in OF_TWO_MODALITIES
             weight = OTHER_MEASURE if two_modalities else inferred_weight(pair, field, cfg)
         found = resize_field(deformed(pair, field, level_steps(size, steps, cfg), weight, cfg, bar.update), size)
-        start = torch.zeros_like(found) if field is None else resize_field(field, size)
-        return start if is_worse(pair, start, found, cfg) else found, weight
+        return torch.zeros_like(found) if field is None and is_worse(pair, found, cfg) else found, weight
 
 
-def is_worse(pair, start, found, cfg):
-    """Whether the images of a small pair are less alike under the field found than under the start.
+def is_worse(pair, found, cfg):
+    """Whether the images of a small pair are less alike under the field found than without a deformation.
 
     Every step has the same length, also where nothing is left to find: a volume would be moved away from itself, by a
-    tenth of a voxel on average in one of 24^3. In large ones this is little, and measuring it would take time. pair: as
-    for `refine`. start, found: (1, N, *spatial) in voxels.
+    tenth of a voxel on average in one of 24^3. In large ones this is little, and measuring it would take time. A start
+    with a deformation says nothing: refinement may have to make it smoother, and the images less alike.
+    pair: as for `refine`. found: (1, N, *spatial) in voxels.
     """
-    if (shrinking(found.shape[2:]) > 1 or pair["structures"] is not None
+    if (found[0, 0].numel() > MOST_VOXELS or pair["structures"] is not None
             or cfg["registration.similarity"] not in CORRELATION):
         return False
     whole = pair_at_level(pair, 1, cfg)
-    return correlation_under(whole, found, cfg) < correlation_under(whole, start, cfg)
+    return correlation_under(whole, found, cfg) < correlation_under(whole, torch.zeros_like(found), cfg)
 
 
 def correlation_under(whole, field, cfg, measured=None):

@@ -92,9 +92,9 @@ def nodes(words):
     if ranks and job_nodes != "1":
         raise Leave(43, "error: RANKS=%s starts processes on this host only, and job %s has %s nodes: unset RANKS"
                     % (ranks, scheduler.number(), job_nodes))
-    if not ranks and job_nodes != "1":
+    if not ranks and job_nodes != "1" and "--dry-run" not in words:
         raise Leave(43, "error: job %s has %s nodes, and without srun in the PATH of this shell its ranks would start "
-                    "on this host only: add Slurm's programs to the PATH, or train on this host alone with --nodes=1"
+                    "on this host only: add Slurm's programs to the PATH, or submit the job with --nodes=1"
                     % (scheduler.number(), job_nodes))
     if ranks and not (ranks.isdecimal() and ranks[0] != "0"):
         raise Leave(43, "error: RANKS=%s: give the number of processes on this host, at least 1" % ranks)

@@ -111,7 +111,7 @@ def choose_nodes(patience):
         # Sites limit the requests of a user, so first one srun for all nodes; one that does not respond makes it fail.
         if tries == 1 < len(wanted) and ask(on_nodes(wanted, ["true"]), 40, quiet=True)[0] == 0:
             good = set(wanted)
-        else:
+        elif not ASKED:
             good |= {node for node, code in on_all_nodes(lost, ["true"]).items() if code == 0}
         lost = [node for node in wanted if node not in good]
         # A slow node gets a second try; if no node answers, Slurm itself may be down.

@@ -198,13 +198,13 @@ def find_hang(records):
 
 
 def clocks(records):
-    """{rank: seconds by which the clock of its node is ahead of that of rank 0}, 0 if unknown.
+    """{rank: seconds by which its clock is ahead of that of the first rank with "pace" lines}, 0 if unknown.
 
     Ranks end each step together, so the times of their "pace" lines differ as their clocks do.
     """
     paces = [{line["step"]: line["time"] for line in record["events"] if line["event"] == "pace"} for record in records]
-    steps = set(paces[0]).intersection(*paces)
-    return {record["rank"]: statistics.median([pace[step] - paces[0][step] for step in steps] or [0])
+    first = next(filter(None, paces), {})
+    return {record["rank"]: statistics.median([pace[step] - first[step] for step in pace.keys() & first.keys()] or [0])
             for record, pace in zip(records, paces)}
 
 

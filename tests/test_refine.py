@@ -101,11 +101,12 @@ def test_a_volume_stays_where_it_is_already_itself(weight):
     moving, fixed, true = pair(3)
     cfg = config() | {"refine.weight": weight}
     assert not refined(fixed, fixed.clone(), None, 20, cfg).any()
-    shifted = torch.roll(fixed, 2, dims=2)
-    start = torch.zeros_like(true)
-    start[:, 0] = 2.0
-    assert torch.equal(refined(shifted, warp(shifted, start, padding="border"), start, 20, cfg), start)
     assert refined(moving, fixed, None, 20, cfg).abs().max() > 1
+    # A rough start may fit better than what is as smooth as asked.
+    rough = true + 0.2 * torch.randn(true.shape, generator=torch.Generator().manual_seed(1))
+    fitting = warp(moving, rough, padding="border")
+    smoother = refined(moving, fitting, rough, 20, cfg | {"refine.weight": 2.0})
+    assert alike(moving, fitting, smoother, cfg) < alike(moving, fitting, rough, cfg)
 
 
 def test_the_force_is_how_the_similarity_grows_along_the_field():

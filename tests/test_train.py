@@ -118,19 +118,27 @@ def test_planned_restarts_give_the_same_state_and_averages(data, tmp_path, finis
 
 
 def test_a_signal_in_the_last_step_of_an_epoch_is_heard_before_its_validation(data, tmp_path, whole, monkeypatch):
-    advance = om.advance
+    """A launch that hears it before its first step validates first, or it could leave for ever."""
+    advance, announce = om.advance, om.training_state.announce
 
     def warn(progress, split):
         advance(progress, split)
         if (progress.epoch, progress.step_in_epoch) == (0, STEPS // 2):
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(om, "advance", warn)
-        patched.setitem(om.watchdog.STATE, "stop", None)  # what a process keeps until it ends
-        assert train(data, tmp_path, **CARRIED) == 42
-    assert log_lines(tmp_path, "epoch") == [] and log_lines(tmp_path, "leave")[0]["reason"] == om.WHY_LEFT["signal"]
-    assert checkpoint.newest(tmp_path / "Models/demo_om_net").startswith(f"tmp/000000_step{STEPS // 2:04d}")
+    def warn_early(run):
+        announce(run)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    for place, name, function, epochs in ((om, "advance", warn, 0), (om.training_state, "announce", warn_early, 1)):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, function)
+            patched.setitem(om.watchdog.STATE, "stop", None)  # what a process keeps until it ends
+            assert train(data, tmp_path, **CARRIED) == 42
+        assert len(log_lines(tmp_path, "epoch")) == epochs
+        assert log_lines(tmp_path, "leave")[-1]["reason"] == om.WHY_LEFT["signal"]
+        step = f"tmp/00000{epochs}_step{1 if epochs else STEPS // 2:04d}"
+        assert checkpoint.newest(tmp_path / "Models/demo_om_net").startswith(step)
     assert train(data, tmp_path, **CARRIED) == 0 and same_run(tmp_path, whole)
 
 

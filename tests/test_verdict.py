@@ -203,7 +203,8 @@ def test_clocks_that_differ_blame_no_healthy_node_and_hide_no_frozen_one(tmp_pat
         paces = [{"event": "pace", "step": step, "time": NOW - 100 + step + more.get("clock", 0) + late * number}
                  for step, late in ((9, 0.2), (19, 30), (29, -0.1))]  # once it was busy with something else
         write_rank(tmp_path, number, *paces, **more)
-    verdict = verdict_of(tmp_path, 2)
+    write_rank(tmp_path, 2, **{**AHEAD, "stack": stacks["hang"], "exit": {"code": 1}})  # its log was lost
+    verdict = verdict_of(tmp_path, 3)
     assert (verdict["cause"], verdict["rank"]) == (cause, 1)
     assert cause == "frozen" or verdict["detail"] == "no progress for 50 s"
 
