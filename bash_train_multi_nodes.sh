@@ -240,6 +240,7 @@ echo "settings (Config/cluster/$CLUSTER.env and what was set before):"
 
 seconds_to_leave() {  # how long a round may go on before Slurm's time limit
     local left
+    trap '' TERM INT USR1 HUP  # in the subshell that it runs in; Slurm's TERM may follow at once
     read -r -t 45 left < <(exec "${supervisor[@]}" seconds)
     [[ ${left:-} =~ ^[0-9]+$ ]] || left=160
     echo "$left"

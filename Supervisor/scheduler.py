@@ -192,13 +192,18 @@ def requeue(gained):
 
     gained: whether it made a step durable.
     """
-    if job("JobState").startswith("CANCELLED"):  # by a person, meanwhile
+    state = job("JobState")
+    # By a person, meanwhile; COMPLETING until our processes have ended. So is a job that was preempted, which Slurm has
+    # put back into the queue itself, and one at its time limit: the only one with that reason.
+    if state.startswith("CANCELLED") or state == "COMPLETING" and job("Reason") != "TimeLimit":
         return True
-    if not gained and (seconds_left() or 0) < LEAST_S:  # else it was preempted, and has had no chance
+    preempted = job("PreemptTime") not in ("", "None")  # with a grace, which is its time limit from then on
+    if not gained and not preempted and (seconds_left() or 0) < LEAST_S:  # else it has had no chance
         say("job %s is not put back into the queue: it has reached its time limit without saving a single new step. "
             "Give it a longer --time: 480 s before the limit it already saves and leaves" % number())
         return False
-    say("the time limit of job %s is near: back into the queue, to continue from there" % number())
+    say("%s: back into the queue, to continue from there"
+        % ("job %s is preempted" if preempted else "the time limit of job %s is near") % number())
     for _ in range(3):
         if ask(["scontrol", "requeue", number()], 20)[0] == 0:
             return True

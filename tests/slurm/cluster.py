@@ -45,6 +45,9 @@ SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,defer_ba
 SlurmdParameters=config_overrides
 ReturnToService=2
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 KillWait=10
 OverTimeLimit=0
 SlurmctldTimeout=30
@@ -54,7 +57,10 @@ MinJobAge=3600
 GresTypes=gpu
 NodeName=DEFAULT CPUs={cpus} RealMemory=4000 Gres=gpu:{devices} State=UNKNOWN
 {nodes}
-PartitionName=main Nodes=n[1-{count}] Default=YES MaxTime=INFINITE DefaultTime=60 State=UP OverSubscribe=NO
+PartitionName=main Nodes=n[1-{count}] Default=YES MaxTime=INFINITE DefaultTime=60 State=UP OverSubscribe=NO \
+PriorityTier=2 PreemptMode=OFF
+PartitionName=graceless Nodes=n[1-{count}] DefaultTime=60
+PartitionName=grace Nodes=n[1-{count}] DefaultTime=60 GraceTime=15
 """
 
 
@@ -108,7 +114,8 @@ def start(folder=DEFAULT, count=4, cpus=4, devices=4):
     for number in range(1, count + 1):
         (folder / f"spool.n{number}").mkdir()
         daemon(folder, "slurmd", "-N", f"n{number}")
-    wait_for(lambda: ask(folder, "sinfo", "-h", "-N", "-o", "%t").split() == ["idle"] * count, 30, "idle nodes")
+    states = ("sinfo", "-h", "-N", "-p", "main", "-o", "%t")
+    wait_for(lambda: ask(folder, *states).split() == ["idle"] * count, 30, "idle nodes")
     return environment(folder)
 
 

@@ -145,7 +145,7 @@ def test_sbatch_trains_the_demo_also_from_inside_another_job(slurm, checkout, tm
     assert until(lambda: not strays(tmp_path), 30)
 
 
-# The next three tests look at the launcher's and Slurm's part; trainings are in the others. In place of Python: a rank
+# The next five tests look at the launcher's and Slurm's part; trainings are in the others. In place of Python: a rank
 # that begins its log, saves one checkpoint if it is told to, and leaves when it is asked.
 RANK = """
 import datetime, hashlib, json, os, signal, time
@@ -162,6 +162,7 @@ def leave(*_):
     os._exit(42)
 
 signal.signal(signal.SIGUSR1, leave)
+signal.signal(signal.SIGTERM, leave)
 speak(event="start", host="", pid=os.getpid(), node="")
 if rank == "0" and "SAVES" in os.environ:
     name, now = f"{attempt + 1:06d}_demo_om_net.pth", datetime.datetime.now(datetime.timezone.utc)
@@ -264,6 +265,42 @@ def test_of_a_job_array_only_the_task_at_its_limit_goes_back_into_the_queue(slur
     finally:
         subprocess.run(["scancel", array], env=slurm)
     assert until(lambda: not strays(tmp_path), 60)
+
+
+@pytest.mark.parametrize("partition, warning, saves, said", [
+    # The launcher hears USR1. It has saved nothing, and the end of the grace is its time limit now.
+    ("grace", "--signal=B:USR1@480", "", "is preempted: back into the queue"),
+    # The ranks hear TERM, and the launcher nothing before the grace has ended: it goes on for so long.
+    ("grace", "", "1", "DUE TO PREEMPTION"),
+    # Both hear both, and Slurm puts the job back itself.
+    ("graceless", "--signal=B:USR1@480", "1", "left by USR1")])
+def test_a_preempted_job_goes_back_into_the_queue(slurm, checkout, tmp_path, stand_in, partition, warning, saves, said):
+    text = "#!/bin/bash\nexec bash bash_train_multi_nodes.sh "
+    text += shlex.join(map(str, options(tmp_path, "--no-preflight"))) + "\n"
+    job = submit_script(slurm, checkout, text, "--nodes=1", "--nodelist=n1", f"--partition={partition}", "--requeue",
+                        "--open-mode=append", "--output=Logs/train_multi_%j.out", *filter(None, [warning]),
+                        PYTHON=stand_in, **({"SAVES": saves} if saves else {}))
+    try:
+        until(lambda: spoken(tmp_path, 0), 60)
+        subprocess.run(["sbatch", "--partition=main", "--exclusive", "--nodelist=n1", "--output=/dev/null",
+                        "--wrap=true"], env=slurm, check=True, stdout=subprocess.DEVNULL)
+        until(lambda: is_over(slurm, job) or state(slurm, job) == ("PENDING", 1), 90)
+    finally:
+        subprocess.run(["scancel", job], env=slurm)
+    text = printed(checkout, job)
+    assert state(slurm, job)[1] == 1 and said in text and "syntax error" not in text, text
+    assert "time limit" not in text and "could not be put back" not in text, text
+    assert [end["cause"] for end in ends(tmp_path).values()] == ["planned restart"] * (1 if warning else 2)
+    assert not list(tmp_path.glob("Models/*/lock.json")) and until(lambda: not strays(tmp_path), 60)
+
+
+def test_a_job_that_is_cancelled_while_it_leaves_is_not_requeued(slurm, checkout, tmp_path, stand_in):
+    job = submit(slurm, checkout, options(tmp_path, "--no-preflight"), PYTHON=stand_in, SAVES="1")
+    until(lambda: spoken(tmp_path, 0), 60)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
+    subprocess.run(["scancel", job], env=slurm, check=True)
+    until(lambda: state(slurm, job)[0] in ("CANCELLED", "PENDING"), 90)
+    assert state(slurm, job) == ("CANCELLED", 0) and "left by USR1" in printed(checkout, job), printed(checkout, job)
 
 
 def newest_attempt(folder):
