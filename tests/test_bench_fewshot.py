@@ -1,5 +1,7 @@
 """The pure parts of bench_fewshot.py, bench_spread.py and bench_retrieval.py: draws, shapes, counting, intervals."""
 
+import argparse
+
 import bench_fewshot as few
 import bench_retrieval as retrieval
 import bench_spread as spread
@@ -99,10 +101,27 @@ def test_likeness_ignores_brightness_and_what_all_embeddings_share():
 def test_copies_do_not_depend_on_the_seed_in_which_they_are_drawn_first(monkeypatch, method):
     volumes, asked = [(f"v{number:02d}", number, None, None) for number in range(12)], []
     cfg = {"data.percentiles": [0, 100]}
-    monkeypatch.setattr(few, "brought_copies", lambda volume, others, args, cfg: asked.append(others) or {"moved": []})
+    monkeypatch.setattr(few, "carried", lambda volume, others, args, cfg: asked.append(others) or {
+        other[0]: (None, None) for other in others})
     monkeypatch.setattr(few, "augment", lambda *args, target, **more: asked.append(target) or (None, None, None))
     monkeypatch.setattr(few, "on_grid", lambda *args: None)
     monkeypatch.setattr(few, "intensity_range", lambda *args: (0, 1))
     for order in few.orders_of(volumes, 2):
-        few.drawn_copies(method, volumes[0], 3, (None, {}), cfg, order)
+        few.drawn_copies(method, volumes[0], 3, (None, {}), None, cfg, order)
     assert asked[:len(asked) // 2] == asked[len(asked) // 2:]
+
+
+def test_a_volume_is_carried_to_each_other_only_once(monkeypatch, tmp_path):
+    brought, args = [], argparse.Namespace(out=tmp_path, resume=False)
+    monkeypatch.setattr(few, "MADE", set())
+
+    def bring(volume, others, *_):
+        for other in others:
+            brought.append(other[0])
+            yield np.full(SIZE, other[1], np.float32), np.ones(SIZE, np.uint8)
+
+    monkeypatch.setattr(few, "bring", bring)
+    volume, *others = [(f"v{number}", number, None, None) for number in range(4)]
+    few.carried(volume, others[:2], args, {})
+    found = few.carried(volume, others, args, {})
+    assert brought == ["v1", "v2", "v3"] and [image.mean() for image, _ in found.values()] == [1, 2, 3]
