@@ -240,6 +240,6 @@ def read_any_field(path, dims=3):
     vectors_mm = vectors_mm.transpose(2, 1, 0, 3)
     require_one_plane(path, vectors_mm.shape, dims)
     if not np.isfinite(vectors_mm).all():
-        raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors_mm))} numbers are NaN or infinite; compute the "
-                         "field again.")
+        raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors_mm))} numbers are NaN or infinite; compute "
+                         "the field again.")
     return from_itk(vectors_mm, affine, dims), affine
