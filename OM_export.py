@@ -250,8 +250,8 @@ def export(model, out=None, licence=None, overrides=()):
 
     model: checkpoint, run folder or the published method's weights. out: folder, default hub in the run's folder, or
     beside a checkpoint without a run. licence: of the weights, for the card. overrides: list of "key=value".
-    Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, if a
-    file that is not of an earlier export would be replaced, and if safetensors is not installed.
+    Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, as
+    `require_own`, and if safetensors is not installed.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors files needs a package: pip install safetensors")

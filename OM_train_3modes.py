@@ -509,6 +509,7 @@ def train(cfg, args, ranks, folder):
             if leave or (limit and steps_here and not validation_s):  # nobody knows how long the first one takes
                 training_state.save(run, checkpoint.step_name(epoch, progress.step_in_epoch, cfg["data.name"],
                                                               cfg["model.name"]))
+                run.saved = time.monotonic()
             if leave:
                 break
         watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world_size=ranks.world_size,

@@ -218,7 +218,7 @@ supervisor=("$SUPERVISOR" -ESm Supervisor.launcher)
 
 words=(-- "$@")
 choose_site
-require nodes
+require nodes "${words[@]}"
 SITE_OPTIONS=()
 load_settings  # with the profile for this number of nodes
 words=("${SITE_OPTIONS[@]}" -- "$@")  # the user's come later and take precedence
@@ -238,23 +238,25 @@ echo "settings (Config/cluster/$CLUSTER.env and what was set before):"
 # The restart loop
 # ---------------------------------------------------------------------------------------------------------------------
 
-seconds_to_leave() {  # how long a round may go on before Slurm's time limit
+seconds_to_leave() {  # how long a round may go on before Slurm's time limit; nothing if that is unknown
     local left
-    trap '' TERM INT USR1 HUP  # in the subshell that it runs in; Slurm's TERM may follow at once
+    trap '' TERM INT USR1 HUP  # in the subshell that it runs in
     read -r -t 45 left < <(exec "${supervisor[@]}" seconds)
-    [[ ${left:-} =~ ^[0-9]+$ ]] || left=160
-    echo "$left"
+    [[ ${left:-} =~ ^[0-9]+$ ]] && echo "$left"
 }
 
 run_round() {  # run a round, set `code`. Near Slurm's time limit, ranks that have not left are killed
-    local told="" ends="" began=$SECONDS
+    local told="" ends="" left began=$SECONDS
     timeout --kill-after="$LEAVE_SECONDS" "$ROUND_SECONDS" "${supervisor[@]}" round "${words[@]}" &
     child=$!
     while kill -0 "$child" 2> /dev/null; do
         if [[ -n $LEAVING && -z $told ]]; then
             told=1
             kill -TERM "$child" 2> /dev/null  # the signal may have come before the child existed
-            [[ $LEAVING == USR1 && -n $UNDER_SLURM ]] && ends=$((SECONDS + $(seconds_to_leave)))
+            if [[ $LEAVING == USR1 && -n $UNDER_SLURM ]]; then
+                left=$(seconds_to_leave)  # Slurm's TERM may follow USR1 before it can ignore that
+                ends=$((SECONDS + ${left:-160}))
+            fi
         fi
         if [[ -n $ends ]] && ((SECONDS >= ends)); then
             say "the ranks have not left in time before the time limit: they are ended"

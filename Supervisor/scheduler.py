@@ -193,16 +193,16 @@ def requeue(gained):
     gained: whether it made a step durable.
     """
     state = job("JobState")
-    # By a person, meanwhile; COMPLETING until our processes have ended. So is a job that was preempted, which Slurm has
-    # put back into the queue itself, and one at its time limit: the only one with that reason.
+    # By a person, meanwhile; COMPLETING until our processes have ended. So is a preempted job whose time is over, which
+    # Slurm puts back itself (or cancels, if the site wants that), and one at its time limit: only this has that reason.
     if state.startswith("CANCELLED") or state == "COMPLETING" and job("Reason") != "TimeLimit":
         return True
-    preempted = job("PreemptTime") not in ("", "None")  # with a grace, which is its time limit from then on
+    preempted = job("PreemptTime") not in ("", "None")  # still running: its grace is its time limit from then on
     if not gained and not preempted and (seconds_left() or 0) < LEAST_S:  # else it has had no chance
         say("job %s is not put back into the queue: it has reached its time limit without saving a single new step. "
             "Give it a longer --time: 480 s before the limit it already saves and leaves" % number())
         return False
-    say("%s: back into the queue, to continue from there"
+    say("%s: back into the queue, to continue from the newest checkpoint"
         % ("job %s is preempted" if preempted else "the time limit of job %s is near") % number())
     for _ in range(3):
         if ask(["scontrol", "requeue", number()], 20)[0] == 0:
