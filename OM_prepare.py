@@ -182,7 +182,8 @@ def export(folder, cfg, identity, out):
             path = Path(out) / (f"{identity}_{kind}_{channel + 1}" if channel else f"{identity}_{kind}")
             made += [(f"{path}_grid.nii.gz", array, record["grid_affine"]),
                      (f"{path}_original.nii.gz", back, record["affine"])]
-    if taken := next((path for path, *_ in made if os.path.lexists(path)), None):
+    taken = next((path for path, *_ in made if os.path.lexists(path)), None)
+    if taken:
         raise InputError(f"{taken}: it exists, and --export would replace it; remove it, or name another folder.")
     for path, volume, affine in made:
         try:

@@ -58,6 +58,7 @@ SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point
 BLOCK, RIM = 8, 2  # voxels: least side of the cubes, and of their rim near the other colour, which is not measured
 MOST_VOXELS = 750_000  # of the images that infer the smoothing (larger ones are halved along each axis), or judge it
 LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
+ALIKE = 0.9  # mean local correlation above which a pair hardly differs; below, refinement has something to find
 WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # values to try, each twice the previous
 GROSS = 1.0  # weight with which the gross motion is found
 TRIAL_STEPS = 15  # of optimisation at each resolution
@@ -86,18 +87,19 @@ def refine(pair, field, steps, cfg, progress=False):
 
 
 def is_worse(pair, found, cfg):
-    """Whether the images of a small pair are less alike under the field found than without a deformation.
+    """Whether the images of a small pair are alike without a deformation, and less so under the field found.
 
     Every step has the same length, also where nothing is left to find: a volume would be moved away from itself, by a
     tenth of a voxel on average in one of 24^3. In large ones this is little, and measuring it would take time. A start
     with a deformation says nothing: refinement may have to make it smoother, and the images less alike.
     pair: as for `refine`. found: (1, N, *spatial) in voxels.
     """
-    if (found[0, 0].numel() > MOST_VOXELS or pair["structures"] is not None
-            or cfg["registration.similarity"] not in CORRELATION):
+    by_structures = pair["structures"] is not None and cfg["refine.structures"]
+    if found[0, 0].numel() > MOST_VOXELS or by_structures or cfg["registration.similarity"] not in CORRELATION:
         return False
-    whole = pair_at_level(pair, 1, cfg)
-    return correlation_under(whole, found, cfg) < correlation_under(whole, torch.zeros_like(found), cfg)
+    whole = pair_at_level({**pair, "structures": None}, 1, cfg)
+    before = correlation_under(whole, torch.zeros_like(found), cfg)
+    return before > ALIKE and correlation_under(whole, found, cfg) < before
 
 
 def correlation_under(whole, field, cfg, measured=None):
