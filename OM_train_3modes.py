@@ -487,9 +487,7 @@ def train(cfg, args, ranks, folder):
 
                 leave, step, save_every = agreed.leave, progress.step_in_epoch, cfg["run.checkpoint_steps"]
                 if leave or agreed.save or (save_every and step % save_every == 0 and step < steps):
-                    name = checkpoint.step_name(progress.epoch, step, cfg["data.name"], cfg["model.name"])
-                    training_state.save(run, name)
-                    run.saved = time.monotonic()
+                    training_state.save_step(run)
                 if leave:
                     break
                 watchdog.new_step(progress.step)
@@ -507,9 +505,7 @@ def train(cfg, args, ranks, folder):
             wish = "signal" if watchdog.stop_requested() else "time" if late else None
             leave = agree.agree(ranks, progress.step, "validation", leave=wish if steps_here else None).leave
             if leave or (limit and steps_here and not validation_s):  # nobody knows how long the first one takes
-                training_state.save(run, checkpoint.step_name(epoch, progress.step_in_epoch, cfg["data.name"],
-                                                              cfg["model.name"]))
-                run.saved = time.monotonic()
+                training_state.save_step(run)
             if leave:
                 break
         watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world_size=ranks.world_size,

@@ -517,6 +517,13 @@ def to_itk(field, affine):
     return np.moveaxis(field_mm, 0, -1) * LPS
 
 
+def require_finite(path, vectors):
+    """Raise InputError if a field has numbers that are NaN or infinite. path: of its file. vectors: of any shape."""
+    if not np.isfinite(vectors).all():
+        raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors))} numbers are NaN or infinite; compute "
+                         "the field again.")
+
+
 def from_itk(vectors_mm, affine, dims):
     """The inverse of `to_itk`: (N, *spatial) float32 in voxels. In 2D, components out of the plane are dropped."""
     field_mm = np.moveaxis(vectors_mm, -1, 0) * LPS.reshape(3, 1, 1, 1)
@@ -591,9 +598,7 @@ def read_field(path, dims=3):
     require_one_plane(path, shape, dims)
     affine = read_affine(path, image, dims)
     vectors = read_voxels(path, image).reshape(*shape[:3], 3)
-    if not np.isfinite(vectors).all():
-        raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors))} numbers are NaN or infinite; compute "
-                         "the field again.")
+    require_finite(path, vectors)
     field = np.empty((dims, *shape[:dims]), np.float32)
     for slab in slabs(shape[:dims]):
         part = vectors[slab].astype(np.float64)

@@ -14,7 +14,16 @@ from scipy.io.matlab import MatReadError
 
 from Dataloader import formats
 from Dataloader.formats import TO_LPS
-from Dataloader.nifti import ends_in, from_itk, read_field, read_header, read_raw_header, require_one_plane, to_itk
+from Dataloader.nifti import (
+    ends_in,
+    from_itk,
+    read_field,
+    read_header,
+    read_raw_header,
+    require_finite,
+    require_one_plane,
+    to_itk,
+)
 from Runtime.errors import InputError
 from Runtime.files import require_file, write_file
 
@@ -239,7 +248,5 @@ def read_any_field(path, dims=3):
         vectors_mm = np.pad(vectors_mm, ((0, 0), (0, 0), (0, 1)))[None]
     vectors_mm = vectors_mm.transpose(2, 1, 0, 3)
     require_one_plane(path, vectors_mm.shape, dims)
-    if not np.isfinite(vectors_mm).all():
-        raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors_mm))} numbers are NaN or infinite; compute "
-                         "the field again.")
+    require_finite(path, vectors_mm)
     return from_itk(vectors_mm, affine, dims), affine

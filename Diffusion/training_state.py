@@ -67,6 +67,13 @@ class Run:
     saved: float = 0.0           # time.monotonic() of the last checkpoint within an epoch
 
 
+def save_step(run):
+    """Save the checkpoint of a step within an epoch. Every rank calls this."""
+    cfg, progress = run.cfg, run.progress
+    save(run, checkpoint.step_name(progress.epoch, progress.step_in_epoch, cfg["data.name"], cfg["model.name"]))
+    run.saved = time.monotonic()
+
+
 def save(run, relative, metrics=None, best=None):
     """Save one checkpoint, once all ranks agree on the tensors that each holds whole. Every rank calls this.
 
