@@ -1,12 +1,12 @@
-"""CUDA graphs: forward and backward pass of a mode, recorded once and replayed (run.graphs).
+"""CUDA graphs: the passes of a mode, or a step of the refinement, recorded once and replayed (run.graphs).
 
-A step of config_om launches thousands of operations, and the host takes longer to launch them than the device to run
-them. A graph launches a whole pass at once. It replays the recorded operations at the recorded memory addresses, so a
-mode is recorded only if all its batches have the same shapes, on one rank and a CUDA device.
+A training step of config_om launches thousands of operations, and the host takes longer to launch them than the device
+to run them. A graph launches a whole pass at once. It replays the recorded operations at the recorded memory addresses,
+so all batches must have the same shapes, on one rank and a CUDA device.
 
-The first calls of a mode run eagerly, which compiles kernels and creates cuDNN plans and constants. The next call
-records the graphs, and compares their loss and gradient with the eager ones on the same batch. If recording fails or
-the two differ, one sentence reports it and the mode stays eager.
+The first calls of a function run eagerly, which compiles kernels and creates cuDNN plans and constants. The next call
+records the graphs, and compares their first result, such as the loss, and its gradient with the eager ones on the same
+batch. If recording fails or the two differ, one sentence reports it and the function stays eager.
 """
 import sys
 
@@ -17,17 +17,23 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from Diffusion import device_ops
 from Runtime.errors import first_line
 
-WARM_UP = 2       # eager calls of each mode before it is recorded
-TOLERANCE = 0.05  # of the loss, and of the gradient's norm: some operations sum in another order each time
+WARM_UP = 2       # eager calls of a function before it is recorded
+TOLERANCE = 0.05  # of the result, and of the gradient's norm: some operations sum in another order each time
+GIVEN_UP = set()  # names whose recording failed in this process, which would fail again
 
 
 def new_graphs(cfg, device, ranks):
-    """The graphs of a run, which `run` fills, or None if it uses none: see run.graphs.
+    """The graphs of a training, as of `graphs_on`.
 
     Batches with masks or label maps run eagerly, because their contents vary from batch to batch.
     """
-    plain = cfg["run.graphs"] == "off" or cfg["loss.dice"] or cfg["registration.masks"]
-    if plain or device.type != "cuda" or torch.version.hip or ranks.world_size > 1 or cfg["run.strategy"] == "fsdp":
+    plain = cfg["loss.dice"] or cfg["registration.masks"] or ranks.world_size > 1 or cfg["run.strategy"] == "fsdp"
+    return None if plain else graphs_on(device, cfg)
+
+
+def graphs_on(device, cfg):
+    """Graphs for `run` to fill, or None where there are none: see run.graphs."""
+    if cfg["run.graphs"] == "off" or device.type != "cuda" or torch.version.hip:
         return None
     return {"calls": {}, "recorded": {}, "pool": None}
 
@@ -35,11 +41,11 @@ def new_graphs(cfg, device, ranks):
 def run(graphs, name, function, batch, parameters=()):
     """function(batch), replayed from its graphs once they are recorded.
 
-    graphs: from `new_graphs`; None to run eagerly. name: of the function in this run. function: maps a batch, a nested
+    graphs: from `graphs_on`; None to run eagerly. name: of the function, in sentences. function: maps a batch, a nested
     dict of tensors, to nested tensors; with parameters the first is the loss. The next call overwrites none of them.
     parameters: to differentiate the loss by; without any, nothing is differentiated.
     """
-    if graphs is None:
+    if graphs is None or name in GIVEN_UP:
         return function(batch)
     calls = graphs["calls"][name] = graphs["calls"].get(name, 0) + 1
     if calls == WARM_UP + 1:
@@ -59,16 +65,19 @@ def recorded_or_none(graphs, name, function, batch, parameters):
         difference = recorded.difference(batch, *plain)
     except RuntimeError as error:  # an operation that graphs cannot hold, or lack of memory
         torch.cuda.synchronize()
+        GIVEN_UP.add(name)
         print(f"graphs: {name} runs operation by operation, because recording it failed ({type(error).__name__}: "
               f"{first_line(error)[:200]})", file=sys.stderr)
         return None
     if not difference <= TOLERANCE:
+        GIVEN_UP.add(name)
         print(f"graphs: {name} runs operation by operation, because its graphs differ from it by {difference:.2g}",
               file=sys.stderr)
         return None
     graphs["pool"] = graphs["pool"] or recorded.forward.pool()
     del plain
-    torch.cuda.empty_cache()  # of eager execution, which no step uses any more
+    if parameters:
+        torch.cuda.empty_cache()  # of eager execution, which no step uses any more
     return recorded
 
 

@@ -27,6 +27,7 @@ import torch
 from tqdm import tqdm
 
 from Dataloader.grids import slabs
+from Diffusion import graphs
 from Diffusion.device_ops import interpolation_matrix, product_along
 from Diffusion.fields import compose, interpolate, masked, resize_field, side_lengths, warp
 from Diffusion.losses import (
@@ -203,33 +204,41 @@ def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
     pair, field: as for `refine`. levels: from `level_steps`. weight: variance in voxels^2 of the Gaussian that smooths
     the field after each step. tick: called after each step.
     """
-    dims, device = pair["fixed"].dim() - 2, pair["fixed"].device
     for factor, count in levels:
-        small = pair_at_level(pair, factor, cfg)
-        size = small["fixed"].shape[2:]
-        stride = cfg["refine.stride"] or (1 if size.numel() <= SMALL else 2)
-        control = [min(max(-(-n // stride), 2), n) for n in size]
-        field = torch.zeros(1, dims, *control, device=device) if field is None else resize_field(field, control)
-        ratio = [(c - 1) / max(n - 1, 1) for c, n in zip(control, size)]
-        to_control = [onto_control_grid(n, c, cfg["refine.smooth"] * r, device)
-                      for n, c, r in zip(size, control, ratio)]
-        spread = [gaussian(c, weight ** 0.5 * r, device) for c, r in zip(control, ratio)]
-        parts, lines = slabs(size), torch.eye(size[0], device=device) if to_control[0] is None else to_control[0]
-        statistics = None
-        if len(parts) == 1 and small["moving_mask"] is None and cfg["registration.similarity"] in CORRELATION:
-            statistics = window_statistics(small["fixed"][:, :small["compared"]], cfg["refine.window"],
-                                           small["fixed_mask"])
-        for _ in range(count):
-            if len(parts) == 1:
-                warped, counted = warp_pair(small, resize_field(field, size))
-                step = along_axes(force(warped, counted, small, statistics, cfg), to_control)
-            else:  # the first axis last: along it a slab becomes as long as the whole
-                step = sum(product_along(along_axes(force_in_slab(small, field, slab, cfg), [None, *to_control[1:]]),
-                                         lines[:, slab], 2) for slab in parts)
-            longest = step.square().sum(1).max().sqrt().clamp(min=1e-20)
-            step = step * (side_lengths(ratio, device) * (cfg["refine.step"] / longest))
-            field = along_axes(compose(first=field, then=step), spread)
-            tick()
+        field = deformed_at_level(pair_at_level(pair, factor, cfg), field, count, weight, cfg, tick)
+    return field
+
+
+def deformed_at_level(small, field, count, weight, cfg, tick):
+    """The field after `count` steps of one level, on its control grid. small: from `pair_at_level`; else as above."""
+    size, device = small["fixed"].shape[2:], small["fixed"].device
+    stride = cfg["refine.stride"] or (1 if size.numel() <= SMALL else 2)
+    control = [min(max(-(-n // stride), 2), n) for n in size]
+    field = torch.zeros(1, len(size), *control, device=device) if field is None else resize_field(field, control)
+    ratio = [(c - 1) / max(n - 1, 1) for c, n in zip(control, size)]
+    to_control = [onto_control_grid(n, c, cfg["refine.smooth"] * r, device) for n, c, r in zip(size, control, ratio)]
+    spread = [gaussian(c, weight ** 0.5 * r, device) for c, r in zip(control, ratio)]
+    parts, lines = slabs(size), torch.eye(size[0], device=device) if to_control[0] is None else to_control[0]
+    statistics = None
+    if len(parts) == 1 and small["moving_mask"] is None and cfg["registration.similarity"] in CORRELATION:
+        statistics = window_statistics(small["fixed"][:, :small["compared"]], cfg["refine.window"], small["fixed_mask"])
+
+    def moved(field):
+        """The field after one step more."""
+        if len(parts) == 1:
+            warped, counted = warp_pair(small, resize_field(field, size))
+            step = along_axes(force(warped, counted, small, statistics, cfg), to_control)
+        else:  # the first axis last: along it a slab becomes as long as the whole
+            step = sum(product_along(along_axes(force_in_slab(small, field, slab, cfg), [None, *to_control[1:]]),
+                                     lines[:, slab], 2) for slab in parts)
+        longest = step.square().sum(1).max().sqrt().clamp(min=1e-20)
+        step = step * (side_lengths(ratio, device) * (cfg["refine.step"] / longest))
+        return along_axes(compose(first=field, then=step), spread)
+
+    recorded = graphs.graphs_on(device, cfg) if len(parts) == 1 else None  # operations on slabs outlast their launches
+    for _ in range(count):
+        field = graphs.run(recorded, "a step of the refinement", moved, field)
+        tick()
     return field
 
 

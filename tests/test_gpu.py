@@ -114,3 +114,12 @@ def test_a_training_by_graphs_has_the_losses_of_the_plain_one(tmp_path, capfd):
     assert "graphs:" not in capfd.readouterr().err
     for plain, by_graphs in zip(*found.values()):
         assert by_graphs == pytest.approx(plain, rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.skipif(device is None or device.type != "cuda", reason="graphs are those of CUDA")
+def test_a_refinement_by_graphs_finds_the_field_of_the_plain_one(capfd):
+    fixed, moving = ((make_subject(seed, (40, 48, 44))["image"], np.eye(4)) for seed in (1, 2))
+    plain, by_graphs = (register(fixed, moving, device=device.type, config={"run.graphs": way}).field
+                        for way in ("off", "auto"))
+    assert "graphs:" not in capfd.readouterr().err
+    np.testing.assert_allclose(by_graphs, plain, rtol=0, atol=1e-3)  # voxels

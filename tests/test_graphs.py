@@ -1,4 +1,4 @@
-"""Graphs of a mode, on a CPU: operations are recorded as a CUDA graph records kernels, and replayed in place."""
+"""Graphs of a mode and of the refinement, on a CPU, where operations are recorded and replayed like kernels."""
 import contextlib
 
 import pytest
@@ -7,8 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import OM_train_3modes as om
+from Dataloader.synthetic import make_subject
 from Diffusion import graphs
-from tests.tiny import arguments, log_lines, make_data
+from Inference.refine import refine
+from tests.tiny import arguments, config, log_lines, make_data
 
 
 class OperationGraph(TorchDispatchMode):
@@ -43,17 +45,18 @@ def recording(graph, **_):
 
 @pytest.fixture
 def graphs_of_operations(monkeypatch):
-    """Has torch.cuda record operations. Returns: the graphs of each training, in the order in which they are made."""
+    """Has torch.cuda record operations. Returns: the graphs that are made, in that order."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", OperationGraph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(graphs, "GIVEN_UP", set())
     made = []
 
-    def new_graphs(*_):
+    def graphs_on(*_):
         made.append({"calls": {}, "recorded": {}, "pool": None})
         return made[-1]
-    monkeypatch.setattr(graphs, "new_graphs", new_graphs)
+    monkeypatch.setattr(graphs, "graphs_on", graphs_on)
     return made
 
 
@@ -67,7 +70,7 @@ def test_a_training_by_graphs_has_the_losses_of_the_plain_one(tmp_path, graphs_o
         make_data(tmp_path / way)
         with pytest.MonkeyPatch.context() as patch:
             if way == "plain":
-                patch.setattr(graphs, "new_graphs", lambda *_: None)
+                patch.setattr(graphs, "graphs_on", lambda *_: None)
             assert om.main(arguments(tmp_path / way, **words)) == 0
         steps[way] = [line["terms"] for line in log_lines(tmp_path / way, "step")]
     assert len(steps["graphs"]) >= 3
@@ -78,13 +81,32 @@ def test_a_training_by_graphs_has_the_losses_of_the_plain_one(tmp_path, graphs_o
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("masks", [False, True], ids=["", "masks"])
+@pytest.mark.parametrize("kind", ["correlation", "mapped", "mind"])
+def test_a_refinement_by_graphs_finds_the_field_of_the_plain_one(graphs_of_operations, monkeypatch, kind, masks):
+    """With graphs of its own for each level."""
+    moving, fixed = (torch.from_numpy(make_subject(seed, (24, 28, 26))["image"])[None, None] for seed in (1, 2))
+    mask = torch.ones_like(fixed)
+    mask[..., :4] = 0
+    pair = {"moving": moving, "fixed": fixed, "moving_mask": mask if masks else None,
+            "fixed_mask": mask if masks else None, "structures": None}
+    cfg = config(refine__levels=2, refine__window=5, refine__weight=1.0) | {"registration.similarity": kind}
+    by_graphs, _ = refine(pair, None, 16, cfg)
+    recorded = [each["recorded"]["a step of the refinement"] for each in graphs_of_operations]
+    assert len(recorded) == 2 and all(recorded)
+    monkeypatch.setattr(graphs, "graphs_on", lambda *_: None)
+    plain, _ = refine(pair, None, 16, cfg)
+    assert plain.abs().max() > 1
+    torch.testing.assert_close(by_graphs, plain, rtol=0, atol=1e-5)
+
+
 def weighted_sum(batch, weight):
     loss = (batch["x"] * weight).square().sum()
     return loss, {"loss": loss}, batch["x"] + 1
 
 
 def test_results_are_not_overwritten_and_another_shape_goes_the_plain_way(graphs_of_operations):
-    weight, state = torch.ones(3, requires_grad=True), graphs.new_graphs()
+    weight, state = torch.ones(3, requires_grad=True), graphs.graphs_on()
     for number in range(1, 8):
         x = torch.full((3,), float(number))
         loss, terms, kept = graphs.run(state, "f", lambda batch: weighted_sum(batch, weight), {"x": x}, [weight])
@@ -115,17 +137,18 @@ def test_one_sentence_where_recording_fails_and_where_a_graph_is_wrong(graphs_of
         return weighted_sum({"x": batch["x"] * (1 + (len(calls) == 4))}, weight)
     for function, words in ((fails, "recording it failed (RuntimeError: operation not permitted"),
                             (is_wrong, "its graphs differ from it by")):
-        state = graphs.new_graphs()
+        state = graphs.graphs_on()
         calls.clear()
         for _ in range(5):
-            loss, *_ = graphs.run(state, "mode 1", function, {"x": torch.ones(3)}, [weight])
+            loss, *_ = graphs.run(state, f"what {function.__name__}", function, {"x": torch.ones(3)}, [weight])
             assert loss.item() == 3
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and "graphs: mode 1 runs operation by operation" in said and words in said
+        assert said.count("\n") == 1 and words in said
+        assert f"graphs: what {function.__name__} runs operation by operation" in said
 
 
 def test_a_batch_whose_loss_is_not_finite_is_not_recorded_but_the_next(graphs_of_operations, capsys):
-    weight, state = torch.ones(3, requires_grad=True), graphs.new_graphs()
+    weight, state = torch.ones(3, requires_grad=True), graphs.graphs_on()
     for value in (1.0, 1.0, float("nan"), 1.0):
         graphs.run(state, "f", lambda batch: weighted_sum(batch, weight), {"x": torch.full((3,), value)}, [weight])
     assert state["recorded"]["f"] is not None and not capsys.readouterr().err

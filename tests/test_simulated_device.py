@@ -15,6 +15,7 @@ import OM_train_3modes as om
 from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.cost import mode_costs, step_memory
+from Inference.refine import refine
 from Runtime import checkpoint
 from tests import warm
 from tests.tiny import add_masks, arguments, config, log_lines, make_data
@@ -155,3 +156,32 @@ def copy_to_a_checkpoint(folder):
 def test_a_checkpoint_waits_for_the_device_once(tmp_path):
     done = warm.program(copy_to_a_checkpoint, tmp_path, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def count_waits_of_refinements():
+    """Prints for each similarity, with and without masks, the waits of refinements of 4 and of 12 steps."""
+    found = []
+    with SimulatedDevice() as seen:
+        volume = torch.from_numpy(make_subject(0, (16, 18, 17))["image"])[None, None].to("simulated")
+        mask = (volume > 0.1).float()
+        for kind in ("correlation", "mapped", "mind"):
+            for masks in ({"moving_mask": None, "fixed_mask": None}, {"moving_mask": mask, "fixed_mask": mask}):
+                pair = {"moving": volume, "fixed": volume.flip(2), "structures": None, **masks}
+                cfg = config(refine__levels=1, refine__weight=1.0) | {"registration.similarity": kind}
+                waits = []
+                for steps in (4, 12):
+                    seen.syncs.clear()
+                    refine(pair, None, steps, cfg)
+                    waits.append(len(seen.syncs))
+                found.append([kind, *waits])
+        assert not seen.wrong_device
+    print(json.dumps(found))
+    return 0
+
+
+def test_a_step_of_the_refinement_waits_for_nothing(tmp_path):
+    """A graph could not be recorded of one that does."""
+    done = warm.program(count_waits_of_refinements, None, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for kind, few, many in json.loads(done.stdout.splitlines()[-1]):
+        assert few == many, kind

@@ -35,6 +35,7 @@ from scipy import ndimage
 
 import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches
+from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject, write_dataset
 from Diffusion import device_ops
 from Diffusion.cost import mode_costs, step_memory
@@ -673,15 +674,21 @@ def checkpoints(args, folder):
             "bytes": sum(path.stat().st_size for path in state.folder.rglob("*.pth")) // 3}
 
 
-def pair(args, folder):
-    """One pair of 160x192x224 voxels, as `omnimorph.register` does it by default: seconds by part and by function."""
+def volumes_of_pairs(args, count):
+    """Synthetic volumes of 160x192x224 voxels times --scale: a list of float32 arrays."""
     size = [max(round(n * args.scale), 16) for n in (160, 192, 224)]
     half = [n // 2 for n in size]
     volumes = []
-    for seed in (1, 2):  # at half size: a whole one takes half a minute to make
+    for seed in range(1, count + 1):  # at half size: a whole one takes half a minute to make
         image = ndimage.zoom(make_subject(seed, half)["image"], [n / h for n, h in zip(size, half)], order=1)
         volumes.append(image + np.random.default_rng(seed).normal(0, 0.01, image.shape).astype(np.float32))
-    found = {"voxels": size}
+    return volumes
+
+
+def pair(args, folder):
+    """One pair of 160x192x224 voxels, as `omnimorph.register` does it by default: seconds by part and by function."""
+    volumes = volumes_of_pairs(args, 2)
+    found = {"voxels": list(volumes[0].shape)}
     for name in ("first", "then"):
         forget_peak(args.where)
         began = time.perf_counter()
@@ -697,8 +704,25 @@ def pair(args, folder):
     return {**found, "functions": sorted(rows, key=lambda row: -row["s"])[:45]}
 
 
-SECTIONS = (versions, pair, graph_steps, kernels, peaks, syncs, operations, determinism, checkpoints, tests, agreement,
-            step, choices, ddp, hang, kill, memory)
+def pairs(args, folder):
+    """Pairs of such volumes from files to files, one at a time and four: seconds a pair."""
+    first, *others = volumes_of_pairs(args, 5)
+    write_volume(f"{folder}/fixed.nii.gz", first, np.eye(4))
+    found = {}
+    for at_once in (1, 4):
+        for number, volume in enumerate(others[:2 * at_once]):
+            write_volume(f"{folder}/moving_{at_once}/{number}.nii.gz", volume, np.eye(4))
+        command = [sys.executable, str(ROOT / "OM_register.py"), "--fixed", f"{folder}/fixed.nii.gz", "--moving",
+                   f"{folder}/moving_{at_once}", "--device", str(args.where.type), "--workers", str(at_once),
+                   "--out", f"{folder}/results_{at_once}"]
+        began = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        found[f"{at_once}_at_once_s"] = (time.perf_counter() - began) / len(others[:2 * at_once])
+    return found
+
+
+SECTIONS = (versions, pair, pairs, graph_steps, kernels, peaks, syncs, operations, determinism, checkpoints, tests,
+            agreement, step, choices, ddp, hang, kill, memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -739,7 +763,10 @@ def run_apart(section, args):
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         found = {"error": f"not done within {args.limit} s, and ended"}
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    lines = []
+    for line in out.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # the last line of a process that was killed may be cut
+            lines += [json.loads(line)] if line.startswith("{") else []
     said = [line for line in err.splitlines() if line.startswith(("graphs:", "kernels:"))]
     found = found or lines.pop()
     if "error" in found and lines:
