@@ -143,17 +143,20 @@ def kill_while_saving(fault, frame):
     sys.addaudithook(hook)
 
 
+def oldest_first(manifest):
+    entries = manifest["checkpoints"]
+    return sorted(entries, key=lambda name: (entries[name]["epoch"], entries[name]["step"]))
+
+
 def newest_file(run):
     manifest = json.loads((run / "manifest.json").read_text())
-    name = max(manifest["checkpoints"], key=lambda name: manifest["checkpoints"][name]["step"])
-    return manifest, name
+    return manifest, oldest_first(manifest)[-1]
 
 
 def spoil_two(fault, frame):
     """One bit in each of the two newest checkpoints."""
     run = Path(os.environ["OMNIMORPH_RUN"])
-    entries = json.loads((run / "manifest.json").read_text())["checkpoints"]
-    for name in sorted(entries, key=lambda name: entries[name]["step"])[-2:]:
+    for name in oldest_first(json.loads((run / "manifest.json").read_text()))[-2:]:
         data = bytearray((run / name).read_bytes())
         data[len(data) // 2] ^= 8
         (run / name).write_bytes(data)
