@@ -9,6 +9,7 @@ records the graphs, and compares their first result, such as the loss, and its g
 batch. If recording fails or the two differ, one sentence reports it and the function stays eager.
 """
 import sys
+import threading
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -19,7 +20,6 @@ from Runtime.errors import first_line
 
 WARM_UP = 2       # eager calls of a function before it is recorded
 TOLERANCE = 0.05  # of the result, and of the gradient's norm: some operations sum in another order each time
-GIVEN_UP = set()  # names whose recording failed in this process, which would fail again
 
 
 def new_graphs(cfg, device, ranks):
@@ -31,11 +31,17 @@ def new_graphs(cfg, device, ranks):
     return None if plain else graphs_on(device, cfg)
 
 
-def graphs_on(device, cfg):
-    """Graphs for `run` to fill, or None where there are none: see run.graphs."""
+def graphs_on(device, cfg, given_up=None):
+    """Graphs for `run` to fill, or None where there are none: see run.graphs.
+
+    torch records on the current device only, and one graph at a time: so only the main thread does. given_up: set of
+    names that are not recorded any more, to share between graphs.
+    """
     if cfg["run.graphs"] == "off" or device.type != "cuda" or torch.version.hip:
         return None
-    return {"calls": {}, "recorded": {}, "pool": None}
+    if device.index not in (None, torch.cuda.current_device()) or threading.current_thread() != threading.main_thread():
+        return None
+    return {"calls": {}, "recorded": {}, "pool": None, "given_up": set() if given_up is None else given_up}
 
 
 def run(graphs, name, function, batch, parameters=()):
@@ -45,7 +51,7 @@ def run(graphs, name, function, batch, parameters=()):
     dict of tensors, to nested tensors; with parameters the first is the loss. The next call overwrites none of them.
     parameters: to differentiate the loss by; without any, nothing is differentiated.
     """
-    if graphs is None or name in GIVEN_UP:
+    if graphs is None or name in graphs["given_up"]:
         return function(batch)
     calls = graphs["calls"][name] = graphs["calls"].get(name, 0) + 1
     if calls == WARM_UP + 1:
@@ -56,6 +62,7 @@ def run(graphs, name, function, batch, parameters=()):
 
 def recorded_or_none(graphs, name, function, batch, parameters):
     """The graphs of a function. None if they fail, which is printed, or if the loss is not finite, which is retried."""
+    stream = torch.cuda.current_stream()
     try:
         plain = loss_and_gradient(function(batch), parameters)
         if not plain[0].isfinite().all():  # nothing to compare with: try the next batch
@@ -64,13 +71,14 @@ def recorded_or_none(graphs, name, function, batch, parameters):
         recorded = Recorded(function, batch, parameters, graphs["pool"])
         difference = recorded.difference(batch, *plain)
     except RuntimeError as error:  # an operation that graphs cannot hold, or lack of memory
+        torch.cuda.set_stream(stream)  # a recording that failed leaves its own behind
         torch.cuda.synchronize()
-        GIVEN_UP.add(name)
+        graphs["given_up"].add(name)
         print(f"graphs: {name} runs operation by operation, because recording it failed ({type(error).__name__}: "
               f"{first_line(error)[:200]})", file=sys.stderr)
         return None
     if not difference <= TOLERANCE:
-        GIVEN_UP.add(name)
+        graphs["given_up"].add(name)
         print(f"graphs: {name} runs operation by operation, because its graphs differ from it by {difference:.2g}",
               file=sys.stderr)
         return None

@@ -65,6 +65,7 @@ GROSS = 1.0  # weight with which the gross motion is found
 TRIAL_STEPS = 15  # of optimisation at each resolution
 # For two modalities. Cubes tell nothing there: neighbours share structures of one modality only, and the curve falls.
 OTHER_MEASURE = 2.0
+NOT_RECORDED = set()  # what no graph could be recorded of, in any pair of this process (Diffusion/graphs.py)
 
 
 def refine(pair, field, steps, cfg, progress=False):
@@ -75,7 +76,7 @@ def refine(pair, field, steps, cfg, progress=False):
     and structures, a network's segmentations of moving and fixed, (2, K, *spatial), 0 .. 1, or None.
     field: (1, N, *spatial) displacement in voxels to start from, or None.
     steps: total number, 1 or more, divided equally among refine.levels resolutions.
-    cfg: flat config with its refine.* and registration.* keys. progress: show a bar.
+    cfg: flat config with its refine.* and registration.* keys and run.graphs. progress: show a bar.
     Returns: field (1, N, *spatial) in voxels; refine.weight as a number. The same input gives the same result.
     """
     size, weight = pair["fixed"].shape[2:], cfg["refine.weight"]
@@ -224,7 +225,7 @@ def deformed_at_level(small, field, count, weight, cfg, tick):
         statistics = window_statistics(small["fixed"][:, :small["compared"]], cfg["refine.window"], small["fixed_mask"])
 
     def moved(field):
-        """The field after one step more."""
+        """One more step, and the field after it."""
         if len(parts) == 1:
             warped, counted = warp_pair(small, resize_field(field, size))
             step = along_axes(force(warped, counted, small, statistics, cfg), to_control)
@@ -233,11 +234,12 @@ def deformed_at_level(small, field, count, weight, cfg, tick):
                                      lines[:, slab], 2) for slab in parts)
         longest = step.square().sum(1).max().sqrt().clamp(min=1e-20)
         step = step * (side_lengths(ratio, device) * (cfg["refine.step"] / longest))
-        return along_axes(compose(first=field, then=step), spread)
+        return step, along_axes(compose(first=field, then=step), spread)
 
-    recorded = graphs.graphs_on(device, cfg) if len(parts) == 1 else None  # operations on slabs outlast their launches
+    # Operations on slabs outlast their launches.
+    recorded = graphs.graphs_on(device, cfg, NOT_RECORDED) if len(parts) == 1 else None
     for _ in range(count):
-        field = graphs.run(recorded, "a step of the refinement", moved, field)
+        _, field = graphs.run(recorded, "a step of the refinement", moved, field)
         tick()
     return field
 

@@ -1,5 +1,6 @@
 """Graphs of a mode and of the refinement, on a CPU, where operations are recorded and replayed like kernels."""
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -48,13 +49,13 @@ def graphs_of_operations(monkeypatch):
     """Has torch.cuda record operations. Returns: the graphs that are made, in that order."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", OperationGraph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    for name in ("synchronize", "empty_cache"):
+    for name in ("synchronize", "empty_cache", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(graphs, "GIVEN_UP", set())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     made = []
 
     def graphs_on(*_):
-        made.append({"calls": {}, "recorded": {}, "pool": None})
+        made.append({"calls": {}, "recorded": {}, "pool": None, "given_up": set()})
         return made[-1]
     monkeypatch.setattr(graphs, "graphs_on", graphs_on)
     return made
@@ -81,16 +82,18 @@ def test_a_training_by_graphs_has_the_losses_of_the_plain_one(tmp_path, graphs_o
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("masks", [False, True], ids=["", "masks"])
+@pytest.mark.parametrize("more", ["", "masks", "structures"])
 @pytest.mark.parametrize("kind", ["correlation", "mapped", "mind"])
-def test_a_refinement_by_graphs_finds_the_field_of_the_plain_one(graphs_of_operations, monkeypatch, kind, masks):
+def test_a_refinement_by_graphs_finds_the_field_of_the_plain_one(graphs_of_operations, monkeypatch, kind, more):
     """With graphs of its own for each level."""
     moving, fixed = (torch.from_numpy(make_subject(seed, (24, 28, 26))["image"])[None, None] for seed in (1, 2))
     mask = torch.ones_like(fixed)
     mask[..., :4] = 0
-    pair = {"moving": moving, "fixed": fixed, "moving_mask": mask if masks else None,
-            "fixed_mask": mask if masks else None, "structures": None}
-    cfg = config(refine__levels=2, refine__window=5, refine__weight=1.0) | {"registration.similarity": kind}
+    masks = {"moving_mask": mask, "fixed_mask": mask} if more == "masks" else {"moving_mask": None, "fixed_mask": None}
+    structures = (torch.cat([moving, fixed]) > 0.5).float() if more == "structures" else None
+    pair = {"moving": moving, "fixed": fixed, "structures": structures, **masks}
+    cfg = config(refine__levels=2, refine__window=5, refine__weight=1.0, refine__structures=1.0) | {
+        "registration.similarity": kind}
     by_graphs, _ = refine(pair, None, 16, cfg)
     recorded = [each["recorded"]["a step of the refinement"] for each in graphs_of_operations]
     assert len(recorded) == 2 and all(recorded)
@@ -152,3 +155,19 @@ def test_a_batch_whose_loss_is_not_finite_is_not_recorded_but_the_next(graphs_of
     for value in (1.0, 1.0, float("nan"), 1.0):
         graphs.run(state, "f", lambda batch: weighted_sum(batch, weight), {"x": torch.full((3,), value)}, [weight])
     assert state["recorded"]["f"] is not None and not capsys.readouterr().err
+
+
+def test_graphs_are_recorded_on_the_current_device_by_the_main_thread(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    cfg, found = {"run.graphs": "auto"}, {}
+
+    def look(where, index):
+        found[where] = graphs.graphs_on(torch.device("cuda", index), cfg, {"one"})
+    look("here", 0)
+    look("another device", 1)
+    thread = threading.Thread(target=look, args=("another thread", 0))
+    thread.start()
+    thread.join()
+    assert found.pop("here")["given_up"] == {"one"} and set(found.values()) == {None}
+    assert graphs.graphs_on(torch.device("cuda", 0), {"run.graphs": "off"}) is None
+    assert graphs.graphs_on(torch.device("cpu"), cfg) is None
