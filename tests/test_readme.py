@@ -50,7 +50,7 @@ ELSEWHERE = {
     r"python3 -m venv env |omnimorph (register|augment|prepare|train|evaluate) ": "tests/test_install.py",
     r"apptainer build|PYTHON=.apptainer exec|docker (build|run) ": "tests/test_containers.py",
     r".* OM_study\.py (segment|template|jacobian|qc|motion|plan) ": "tests/test_study_page.py",
-    r".* tests/bench/bench_universal\.py|bash Scripts/bash_train_universal\.sh|.*--init-from (universal|Models/heads)":
+    r".* tests/bench/bench_universal\.py|bash Scripts/bash_train_universal\.sh|.*--init-from universal":
         "tests/test_universal.py",  # half an hour and more
     r".*--initial Results/theirs|antsApplyTransforms ": "tests/test_transforms.py",
     r".*--nnunet |(mv|cp) .*Dataset504_Deformed|nnUNetv2_plan_and_preprocess": "tests/test_nnunet.py",
