@@ -22,7 +22,7 @@ from Runtime.errors import InputError
 from Runtime.files import require_file, sha256, write_file
 
 READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
-OTHERS = (".nii", ".gz", ".mgh", ".mgz", *READ[:-1])  # of volumes that are not DICOM
+OTHERS = (".nii", ".gz", ".mgh", ".mgz", *(suffix for suffix in READ if suffix != ".dcm"))  # all but DICOM
 METAIMAGE = (".mha", ".mhd")
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # refused with the way to convert them, `made_grey`
 CHUNK = 2 ** 20  # bytes inflated at a time

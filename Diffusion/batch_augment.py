@@ -12,6 +12,8 @@ from Runtime.keyed_random import hashed, uniform
 
 REMAP_PIECES = 8  # most linear pieces of a random function of intensity
 REMAP_BINS = 64  # knots of its lookup table
+GEOMETRIC = {"augment.rotation", "augment.scaling", "augment.shift", "augment.flip"}  # of `random_affine`
+ELSEWHERE = {*GEOMETRIC, "augment.deform", "augment.remap"}  # what `augment` does not do to intensities
 
 
 def random_affine(rng_keys, dims, size, cfg, paired=False):
@@ -91,8 +93,7 @@ def _moved(volumes, rng_keys, cfg, deformation, paired, mode="bilinear"):
     deformation: (B, N, *spatial) in voxels or None. paired: of `random_affine`. mode: of `warp`. Both are composed into
     one field, so volumes are interpolated only once; without either, they are returned unchanged.
     """
-    affine = any(cfg[f"augment.{name}"] for name in ("rotation", "scaling", "shift", "flip"))
-    if not affine and deformation is None:
+    if deformation is None and not any(cfg[key] for key in GEOMETRIC):
         return volumes
     size = volumes.shape[2:]
     field = affine_field(send(random_affine(rng_keys, len(size), size, cfg, paired), volumes.device), size)
@@ -113,7 +114,7 @@ def augment(images, rng_keys, cfg, deformation=None, paired=False):
     """
     images = as_float(images)
     moved = _moved(images, rng_keys, cfg, deformation, paired)
-    if not any(cfg[f"augment.{name}"] for name in ("gamma", "contrast", "brightness", "noise")):
+    if not any(value for key, value in cfg.items() if key.startswith("augment.") and key not in ELSEWHERE):
         return moved
     moved = moved.clone() if moved is images else moved  # what follows is in place
     purposes = [f" channel {number}" if number else "" for number in range(moved.shape[1])]  # each draws its own

@@ -188,7 +188,11 @@ def adam_names(modes, cfg):
 
 
 def make_optimizer(net, ranks, cfg):
-    """Adam over the parameters of a network; with fsdp, call it after `wrap`, which replaces the parameters."""
+    """Adam over the parameters of a network; with fsdp, call it after `wrap`, which replaces the parameters.
+
+    Another optimizer has to be named twice, and without `fused` unless it is a kind of Adam: torch's fused SGD with
+    momentum fails where a parameter has had no gradient yet.
+    """
     options = {"lr": cfg["optim.lr"], "fused": True}
     if ranks.world_size > 1 and cfg["run.strategy"] == "zero1":
         from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -36,6 +36,9 @@ def hashed(seed, count, size=(64, 64, 64)):
 def test_augmentation_that_is_off_is_the_identity():
     images = torch.rand(4, 1, 12, 14, 16)
     assert augment(images, KEYS, only()) is images
+    # What a user adds is done also where it is alone; what other functions do is not.
+    assert augment(images, KEYS, only() | {"augment.own": 0.1}) is not images
+    assert augment(images, KEYS, only(deform=0.5, remap=0.5)) is images
 
 
 @pytest.mark.parametrize("dims", [2, 3])
