@@ -27,7 +27,7 @@ from Runtime.provenance import save_launch
 
 PRECISIONS = {"bf16": "bf16", "off": "float32"}
 READ_AGAIN_S = 20.0  # to retry a checkpoint that cannot be read; after that the run crashes
-MOST_FAILED_SAVES = 3  # in a row
+MOST_FAILED_SAVES = 3  # of different steps, in a row
 
 
 @dataclass
@@ -62,7 +62,8 @@ class Run:
     model: torch.nn.Module | None = None            # the network as the step functions call it, maybe in DDP
     curves: dict | None = None   # from progress.new_writer, on rank 0
     saving: concurrent.futures.Future | None = None  # the checkpoint write in progress
-    failed_saves: int = 0        # in a row
+    saving_step: int = 0         # the step that it is of
+    failed_saves: set = field(default_factory=set)  # steps of the writes that have failed since the last good one
     write_s: float = 0.0         # duration of the last write
     saved: float = 0.0           # time.monotonic() of the last checkpoint within an epoch
 
@@ -89,7 +90,7 @@ def save(run, relative, metrics=None, best=None):
     if ranks.rank == 0:
         content = {"format": 1, "model": weights, "optimizer": adam, "queue": run.queue, "config": cfg,
                    "data": run.data, **({"ema": {**weights, **ema}} if ema else {}), **to_saved(run.progress)}
-        began = time.monotonic()
+        began, run.saving_step = time.monotonic(), step
 
         def note_time(done):
             run.write_s = time.monotonic() - began
@@ -103,17 +104,19 @@ def save(run, relative, metrics=None, best=None):
 
 
 def finish_saving(run, last=False):
-    """Wait for the write in progress. A failed write ends the run only if it is the third in a row or the last one."""
+    """Wait for the write in progress. A failed write ends the run only if it is the last one or that of the third step
+    in a row; before and after a validation the same step is written.
+    """
     if run.saving is None:
         return
     try:
         run.saving.result()
-        run.failed_saves = 0
+        run.failed_saves.clear()
     except OSError as error:
-        run.failed_saves += 1
+        run.failed_saves.add(run.saving_step)
         watchdog.event("checkpoint failed", error=str(error))
         print(f"checkpoint failed, the earlier ones are kept: {error}", file=sys.stderr, flush=True)
-        if last or run.failed_saves == MOST_FAILED_SAVES:
+        if last or len(run.failed_saves) == MOST_FAILED_SAVES:
             raise
     run.saving = None
 

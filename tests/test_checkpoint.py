@@ -1,4 +1,5 @@
 """Runtime/checkpoint.py on real files and real processes: nothing that was not read back counts."""
+import concurrent.futures
 import errno
 import json
 import math
@@ -10,12 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from Diffusion import training_state
 from Runtime import checkpoint
 from Runtime.errors import InputError, is_out_of_memory
 from Runtime.files import remove_leftovers
@@ -765,3 +768,20 @@ def test_a_checkpoint_that_appears_while_the_folder_is_read_is_none_yet(tmp_path
     monkeypatch.setattr(checkpoint, "_manifest", then_a_save)
     assert checkpoint.newest(tmp_path) is None
     assert checkpoint.newest(tmp_path) == name(1)
+
+
+def test_a_run_ends_after_failed_writes_of_three_steps_in_a_row(capsys):
+    """A step that is written before and after its validation counts once."""
+    run = types.SimpleNamespace(saving=None, saving_step=0, failed_saves=set())
+
+    def written(step, error=None):
+        run.saving, run.saving_step = concurrent.futures.Future(), step
+        run.saving.set_exception(error) if error else run.saving.set_result(None)
+        training_state.finish_saving(run)
+        assert run.saving is None
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for step, error in ((4, full), (8, full), (8, full), (12, None), (16, full), (20, full), (20, full)):
+        written(step, error)
+    with pytest.raises(OSError, match="No space left"):
+        written(24, full)
+    assert capsys.readouterr().err.count("checkpoint failed, the earlier ones are kept") == 7
