@@ -32,7 +32,7 @@ def new_graphs(cfg, device, ranks):
 
 
 def graphs_on(device, cfg, given_up=None):
-    """Graphs for `run` to fill, or None where there are none: see run.graphs.
+    """An empty set of graphs that `run` fills, or None if run.graphs, the device or the thread allows none.
 
     torch records on the current device only, and one graph at a time: so only the main thread does. given_up: set of
     names that are not recorded any more, to share between graphs.

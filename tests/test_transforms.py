@@ -203,7 +203,7 @@ def test_a_field_of_one_plane(tmp_path):
         read_any_field(tmp_path / "field.h5")
     field[0, 2, 3] = np.nan
     write_field_h5(tmp_path / "field.h5", field, np.eye(4))
-    with refused("field.h5", "numbers are NaN or infinite"):
+    with refused("field.h5", "3 numbers are NaN or infinite"):  # a NaN times 0 is one
         read_any_field(tmp_path / "field.h5", 2)
     write_field_h5(tmp_path / "thick.h5", smooth(SHAPE, 1.0), np.eye(4))
     with refused("thick.h5", "the field has 13 planes, but the volumes are 2D"):
