@@ -1,4 +1,6 @@
-"""CUDA graphs: the passes of a mode, or a step of the refinement, recorded once and replayed (run.graphs).
+"""CUDA graphs: the passes of a mode, or one evaluation of a pair, recorded once and replayed (run.graphs).
+
+Of a pair those are a comparison in the affine part and a step of the refinement.
 
 A training step of config_om launches thousands of operations, and the host takes longer to launch them than the device
 to run them. A graph launches a whole pass at once. It replays the recorded operations at the recorded memory addresses,
@@ -19,6 +21,7 @@ from Diffusion import device_ops
 from Runtime.errors import first_line
 
 WARM_UP = 2       # eager calls of a function before it is recorded
+IN_NO_PAIR = set()  # names that could not be recorded in one pair of this process, so that no other pair tries
 TOLERANCE = 0.05  # of the result, and of the gradient's norm: some operations sum in another order each time
 
 
@@ -28,16 +31,16 @@ def new_graphs(cfg, device, ranks):
     Batches with masks or label maps run eagerly, because their contents vary from batch to batch.
     """
     plain = cfg["loss.dice"] or cfg["registration.masks"] or ranks.world_size > 1 or cfg["run.strategy"] == "fsdp"
-    return None if plain else graphs_on(device, cfg)
+    return None if plain else graphs_on(device, cfg["run.graphs"])
 
 
-def graphs_on(device, cfg, given_up=None):
-    """An empty set of graphs that `run` fills, or None if run.graphs, the device or the thread allows none.
+def graphs_on(device, wanted, given_up=None):
+    """An empty set of graphs that `run` fills, or None if `wanted` (run.graphs), the device or the thread allows none.
 
     torch records on the current device only, and one graph at a time: so only the main thread does. given_up: set of
     names that are not recorded any more, to share between graphs.
     """
-    if cfg["run.graphs"] == "off" or device.type != "cuda" or torch.version.hip:
+    if wanted == "off" or device.type != "cuda" or torch.version.hip:
         return None
     if device.index not in (None, torch.cuda.current_device()) or threading.current_thread() != threading.main_thread():
         return None

@@ -18,6 +18,7 @@ from scipy import optimize
 from scipy.spatial.transform import Rotation
 
 from Dataloader.grids import foreground_box, is_singular, rescale, to_canonical, to_grid
+from Diffusion import graphs
 from Diffusion.fields import identity, warp
 from Diffusion.losses import (
     OF_TWO_MODALITIES,
@@ -76,7 +77,7 @@ TRUSTED = 0.4  # least part of what can be shown that the headers must show to t
 
 @torch.no_grad()
 def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", similarity="correlation", fixed_mask=None,
-                 moving_mask=None, finest=None, device="cpu"):
+                 moving_mask=None, finest=None, device="cpu", recorded="auto"):
     """The affine or rigid map T that aligns two volumes, from world points of the fixed one to the moving one.
 
     fixed, moving: (D, H, W), or both (H, W), intensities 0 .. 1, of any size, spacing and orientation; they need not
@@ -85,7 +86,8 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     the similarity of structures judges it; "auto": correlation, then "mind" if that shows two modalities.
     fixed_mask, moving_mask: 0 .. 1 in the shape of the volume, the weight of each voxel; None for equal weights.
     finest: most voxels along the longest side; finer levels are skipped, except the first. None: no level is skipped.
-    device: where volumes are sampled and compared; it must support float64. The maps stay on the CPU.
+    device: where volumes are sampled and compared; it must support float64. The maps stay on the CPU. recorded:
+    run.graphs, see Diffusion/graphs.py.
     Returns: T, 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map
     stays in the planes of the images. The same input gives the same result. T never mirrors unless the headers do.
     Also a dict that shows how far to trust T: affine_similarity, at the finest level, with 0 for each voxel of the
@@ -115,7 +117,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
 
     def search(kind, stages):
         levels = _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, frames,
-                         _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0, device)
+                         _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0, device, recorded)
         shown = _as_headers_show(levels, starts[0])
         result = _search(shown, starts, shapes, kind, stages, finest)
         if shown is not levels and not _is_near(result[0].numpy(), starts[0], levels[0]["extent_mm"]):
@@ -224,11 +226,12 @@ def _size_ratio(shapes):
     return ratio if max(ratio, 1 / ratio) > OTHER_SIZE else 1.0
 
 
-def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, frames, basis, size_ratio, device):
+def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, frames, basis, size_ratio, device,
+            recorded):
     """Both volumes on the isotropic grids of all levels, coarse to fine.
 
     Each level is made from the next finer one, so large volumes are smoothed only once. The box of the fixed foreground
-    is about SIDES voxels long. frames: two 4x4. device: for the volumes and masks.
+    is about SIDES voxels long. frames: two 4x4. device: for the volumes and masks. recorded: of `align_affine`.
     Returns: a list of dicts with what the loss needs.
     """
     dims, levels = fixed.ndim, []
@@ -262,6 +265,7 @@ def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine,
             # Flat windows correlate with nothing, so only the others count.
             "textured": (textured if textured.any() else weight).to(device),
             "attainable": ratio * float(inside.mean()), "basis": basis, "spacing_mm": float(f"{spacing_mm:.6g}"),
+            "graphs": graphs.graphs_on(torch.device(device), recorded, graphs.IN_NO_PAIR),
             # From the finest level, so that a unit of the shift means the same at all levels.
             "extent_mm": levels[0]["extent_mm"] if levels else float(extent_mm.max()),
             "from_fixed": torch.from_numpy(_in_plane(np.linalg.inv(frames[0]) @ fixed_affine, dims)),
@@ -308,33 +312,49 @@ def _matrix(start, parameters, level):
     return torch.cat([linear, shift_mm], dim=-1), strain
 
 
-def _shown(maps, level):
-    """The moving image under maps (B, N, N + 1) on a level's fixed grid, and its voxel weights: (B, 1, *fixed) each."""
-    count, dims = maps.shape[:2]
-    size = level["fixed"].shape[2:]
+def _in_voxels(maps, level):
+    """Maps (B, N, N + 1) as they lead from voxels of a level's fixed grid to those of its moving one; float32."""
+    dims = maps.shape[1]
     linear = level["to_moving"][:dims, :dims] @ maps @ level["from_fixed"]
-    shift = linear[:, :, dims] + level["to_moving"][:dims, dims]
-    device = level["fixed"].device
-    linear, shift = linear[:, :, :dims].float().to(device), shift[:, :, None].float().to(device)
-    points = identity(size, device).flatten(2)[0]                                            # (N, V)
-    there = (linear @ points + shift).movedim(1, 0)                                                  # (N, B, V)
+    shift = linear[:, :, dims:] + level["to_moving"][:dims, dims:]
+    return torch.cat([linear[:, :, :dims], shift], dim=2).float()
+
+
+def _shown(voxel_maps, level):
+    """The moving image on a level's fixed grid, and its voxel weights: (B, 1, *fixed) each.
+
+    voxel_maps: from `_in_voxels`.
+    """
+    count, dims = voxel_maps.shape[:2]
+    size, device = level["fixed"].shape[2:], level["fixed"].device
+    voxel_maps, points = voxel_maps.to(device), identity(size, device).flatten(2)[0]         # (B, N, N + 1), (N, V)
+    there = (voxel_maps[:, :, :dims] @ points + voxel_maps[:, :, dims:]).movedim(1, 0)               # (N, B, V)
     grid = (count * size[0], *size[1:])  # all maps in one call, stacked along the first axis
     sampled = warp(level["moving"], there.reshape(1, dims, *grid) - identity(grid, device)).reshape(2, count, 1, *size)
     weight = sampled[1] if level["fixed_mask"] is None else sampled[1] * level["fixed_mask"]
     return sampled[0] / sampled[1].clamp(min=1e-3), weight
 
 
-def _alike(maps, level, similarity):
-    """The similarity (B,) of the volumes under maps (B, N, N + 1), times the share of them that can be compared."""
-    alike, share = _compared(maps, level, similarity)
+def _alike(voxel_maps, level, similarity):
+    """The similarity (B,) of the volumes under maps from `_in_voxels`, times the share of them that can be compared."""
+    alike, share = _compared(voxel_maps, level, similarity)
     # A mean over the overlap grows when dissimilar voxels leave the moving volume. Times the share of the comparable
     # voxels inside the moving volume, of the most that can be inside, it is a sum over one fixed set of voxels.
-    return (alike * (share / level["attainable"]).clamp(max=1.0)).cpu()
+    return alike * (share / level["attainable"]).clamp(max=1.0)
 
 
-def _compared(maps, level, similarity):
-    """The similarity (B,) of the volumes under maps (B, N, N + 1) where they overlap, and their `_share`."""
-    warped, weight = _shown(maps, level)
+def _alike_and_slope(voxel_maps, level, similarity):
+    """What `_alike` returns and its gradient with respect to the maps, in one tensor (B + B N (N + 1),)."""
+    with torch.enable_grad():
+        voxel_maps = voxel_maps.detach().requires_grad_()
+        alike = _alike(voxel_maps, level, similarity)
+        slope = torch.autograd.grad(alike.sum(), voxel_maps)[0]
+    return torch.cat([alike.detach(), slope.flatten()])
+
+
+def _compared(voxel_maps, level, similarity):
+    """The similarity (B,) of the volumes under maps from `_in_voxels` where they overlap, and their `_share`."""
+    warped, weight = _shown(voxel_maps, level)
     fixed = level["fixed"].expand_as(warped)
     if similarity == "global":
         alike = global_correlation(fixed, warped, weight)
@@ -360,7 +380,7 @@ def _as_headers_show(levels, header):
     to the next vertebra, or by squeezing an axis.
     """
     level = levels[COMPARED]
-    share = float(_share(_shown(torch.from_numpy(header)[None], level)[1], level))
+    share = float(_share(_shown(_in_voxels(torch.from_numpy(header)[None], level), level)[1], level))
     if not TRUSTED * level["attainable"] <= share < level["attainable"]:
         return levels
     return [{**level, "attainable": min(level["attainable"], share)} for level in levels]
@@ -384,23 +404,34 @@ def global_correlation(image, target, weight):
     return covariance * (image_variance * target_variance + 1e-10).rsqrt()
 
 
-def _loss(start, parameters, level, similarity):
-    """1 - similarity plus the penalty on too much strain, (B,). start: (B, N, N + 1). parameters: (B, P)."""
-    maps, strain = _matrix(start, parameters, level)
-    return 1.0 - _alike(maps, level, similarity) + torch.relu(strain - STRAIN[similarity]) ** 2
+def _penalty(strain, similarity):
+    """What is added to 1 - similarity for too much strain, (B,)."""
+    return torch.relu(strain - STRAIN[similarity]) ** 2
 
 
 def _slope(starts, parameters, level, similarity):
-    """The sum of the losses of some maps, and its gradient with respect to their parameters (B, P)."""
+    """The sum over some maps of 1 - similarity + penalty, and its gradient with respect to their parameters (B, P)."""
     with torch.enable_grad():
         parameters = parameters.detach().requires_grad_()
-        loss = _loss(starts, parameters, level, similarity).sum()
-        return loss.detach(), torch.autograd.grad(loss, parameters)[0]
+        maps, strain = _matrix(starts, parameters, level)
+        maps, penalty = _in_voxels(maps, level), _penalty(strain, similarity)
+        # A graph holds what is attainable as a number, so a batch with another one must not replay it.
+        found = graphs.run(level["graphs"], f"the affine part by {similarity} similarity",
+                           lambda given: _alike_and_slope(given["maps"], level, similarity),
+                           {"maps": maps.detach().to(level["fixed"].device), "attainable": level["attainable"]}).cpu()
+        alike, slope = found[:len(maps)], found[len(maps):].view_as(maps).to(maps.dtype)
+        gradient, = torch.autograd.grad([maps, penalty], parameters, [-slope, torch.ones_like(penalty)])
+    return (1.0 - alike + penalty.detach()).sum(), gradient
 
 
 def _scores(candidates, level, similarity):
-    """1 - loss, which is 1 for perfect similarity without penalty: a float for each (start, parameters)."""
-    return [1.0 - float(_loss(start[None], parameters[None], level, similarity)) for start, parameters in candidates]
+    """Similarity minus penalty, at most 1: a float for each (start, parameters)."""
+    scores = []
+    for start, parameters in candidates:
+        maps, strain = _matrix(start[None], parameters[None], level)
+        alike = _alike(_in_voxels(maps, level), level, similarity).cpu()
+        scores.append(1.0 - float(1.0 - alike + _penalty(strain, similarity)))
+    return scores
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -436,7 +467,7 @@ def _search(levels, starts, shapes, kind, stages, finest):
             candidates = _worth_their_turn(candidates, header, level, measure)
     (start, parameters), = _best(candidates, 1, level, measure)
     found = _matrix(start, parameters, level)[0]
-    alike, share = _compared(torch.stack([header, found]), level, measure)
+    alike, share = _compared(_in_voxels(torch.stack([header, found]), level), level, measure)
     before, after = (alike * (share / level["attainable"]).clamp(max=1.0)).tolist()
     is_better = after > before + max(BETTER * (1.0 - before), LEAST_GAIN)
     # Over the same voxels of the fixed grid; a voxel that maps outside the moving volume counts as 0.
@@ -491,7 +522,7 @@ def _first(maps, kept, level, similarity):
     """
     def scores_of(some, measure):
         at_once = max(1, min(100, MOST_AT_ONCE // level["fixed"].numel()))
-        return torch.cat([_alike(part, level, measure) for part in some.split(at_once)])
+        return torch.cat([_alike(_in_voxels(part, level), level, measure).cpu() for part in some.split(at_once)])
 
     if similarity == "local":
         best = scores_of(maps[kept:], "global").topk(min(SIFTED, len(maps) - kept)).indices
@@ -620,7 +651,7 @@ def _one_sign(found):
     """
     matrix, _, levels = found
     level = levels[COMPARED]
-    warped, weight = _shown(matrix[None], level)
+    warped, weight = _shown(_in_voxels(matrix[None], level), level)
     values, counted = local_correlation_map(warped, level["fixed"], WINDOW, False, weight * level["textured"])
     values = values * counted
     positive = float(values.clamp(min=0).sum() / values.abs().sum().clamp(min=1e-6))
@@ -673,6 +704,6 @@ def _structures_alike(found, starts):
     level = found[-1][2][COMPARED]
     described, alike = self_similarity(level["fixed"]), []
     for matrix in (*map(torch.from_numpy, starts[:2]), *(matrix for matrix, *_ in found)):
-        warped, weight = _shown(matrix[None], level)
+        warped, weight = _shown(_in_voxels(matrix[None], level), level)
         alike.append(float(mind_similarity(self_similarity(warped * (weight > 0)), described, level["textured"])))
     return alike[:2], alike[2:]

@@ -65,7 +65,6 @@ GROSS = 1.0  # weight with which the gross motion is found
 TRIAL_STEPS = 15  # of optimisation at each resolution
 # For two modalities. Cubes tell nothing there: neighbours share structures of one modality only, and the curve falls.
 OTHER_MEASURE = 2.0
-NOT_RECORDED = set()  # what no graph could be recorded of, in any pair of this process (Diffusion/graphs.py)
 
 
 def refine(pair, field, steps, cfg, progress=False):
@@ -237,7 +236,7 @@ def deformed_at_level(small, field, count, weight, cfg, tick):
         return step, along_axes(compose(first=field, then=step), spread)
 
     # Operations on slabs outlast their launches.
-    recorded = graphs.graphs_on(device, cfg, NOT_RECORDED) if len(parts) == 1 else None
+    recorded = graphs.graphs_on(device, cfg["run.graphs"], graphs.IN_NO_PAIR) if len(parts) == 1 else None
     for _ in range(count):
         _, field = graphs.run(recorded, "a step of the refinement", moved, field)
         tick()

@@ -479,7 +479,8 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
         finest = max(cfg["data.img_size"]) if as_trained else None  # a network sees no finer, and corrects the rest
         found, alignment = align_affine(fixed01, fixed.affine, moving01, started_affine, affine, similarity,
                                         fixed_mask=fixed.mask, moving_mask=moving.mask, finest=finest,
-                                        device=device if device.type == "cuda" else "cpu")  # others may lack float64
+                                        device=device if device.type == "cuda" else "cpu",  # others may lack float64
+                                        recorded=cfg["run.graphs"])
         matrix = matrix @ found
         if similarity == "auto" and alignment["one_sign"] is not None and alignment["one_sign"] < ONE_SIGN:
             compared_by = "mind"

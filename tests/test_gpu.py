@@ -11,7 +11,6 @@ from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion import device_ops, graphs
 from Diffusion.fields import integrate_velocity, warp
-from Inference import refine
 from Inference.registration import register
 from Runtime import checkpoint
 from Runtime.memory import WINDOW, find_leak, measure
@@ -119,7 +118,7 @@ def test_a_training_by_graphs_has_the_losses_of_the_plain_one(tmp_path, capfd):
 
 @pytest.mark.skipif(device is None or device.type != "cuda", reason="graphs are those of CUDA")
 def test_a_refinement_by_graphs_finds_the_field_of_the_plain_one(capfd, monkeypatch):
-    monkeypatch.setattr(refine, "NOT_RECORDED", set())
+    monkeypatch.setattr(graphs, "IN_NO_PAIR", set())
     made = []
     monkeypatch.setattr(graphs, "Recorded", lambda *given, real=graphs.Recorded: made.append(real(*given)) or made[-1])
     fixed, moving = ((make_subject(seed, (40, 48, 44))["image"], np.eye(4)) for seed in (1, 2))

@@ -2,6 +2,7 @@
 import contextlib
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 import OM_train_3modes as om
 from Dataloader.synthetic import make_subject
 from Diffusion import graphs
+from Inference import affine
 from Inference.refine import refine
 from tests.tiny import arguments, config, log_lines, make_data
 
@@ -103,6 +105,38 @@ def test_a_refinement_by_graphs_finds_the_field_of_the_plain_one(graphs_of_opera
     torch.testing.assert_close(by_graphs, plain, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("similarity", ["correlation", "mind"])
+def test_an_affine_part_by_graphs_finds_the_map_of_the_plain_one(graphs_of_operations, monkeypatch, similarity):
+    """Each level has graphs of its own, for each measure and number of maps that it compares."""
+    fixed, moving = (make_subject(seed, (24, 28, 26))["image"] for seed in (1, 2))
+    header = np.diag([1.2, 1.0, 1.0, 1.0])
+
+    def found():
+        return affine.align_affine(fixed, np.eye(4), moving, header, similarity=similarity)
+    (by_graphs, scores), recorded = found(), [each["recorded"] for each in graphs_of_operations]
+    names = {name for each in recorded for name in each}
+    assert names == {f"the affine part by {'local' if similarity == 'correlation' else 'mutual'} similarity"}
+    assert sum(map(len, recorded)) >= 2 and all(made for each in recorded for made in each.values())
+    monkeypatch.setattr(graphs, "graphs_on", lambda *_: None)
+    plain, of_plain = found()
+    assert abs(plain - np.eye(4)).max() > 0.1
+    np.testing.assert_allclose(by_graphs, plain, rtol=0, atol=1e-6)
+    assert scores == pytest.approx(of_plain, abs=1e-6)
+
+
+def test_a_graph_of_the_affine_part_is_not_replayed_where_another_share_is_attainable(graphs_of_operations):
+    """Fields of view that overlap in part: the headers' share first, then all, on the same level."""
+    image = torch.from_numpy(make_subject(1, (24, 28, 26))["image"])
+    same, frame = np.eye(4), np.eye(4)
+    level, *_ = affine._levels(image.numpy(), None, same, image.numpy(), None, same, (frame, frame),
+                               affine._basis(3, "affine"), 1.0, "cpu", "auto")
+    start, still = torch.from_numpy(np.eye(4)[:3])[None], torch.zeros(1, 12, dtype=torch.float64)
+    for attainable in (1.0, 1.0, 1.0, 4.0, 1.0):
+        loss, _ = affine._slope(start, still, {**level, "attainable": attainable}, "local")
+        assert float(loss) == pytest.approx(1 - 1 / max(attainable, 1), abs=0.02)
+    assert level["graphs"]["recorded"]["the affine part by local similarity"]
+
+
 def weighted_sum(batch, weight):
     loss = (batch["x"] * weight).square().sum()
     return loss, {"loss": loss}, batch["x"] + 1
@@ -159,15 +193,15 @@ def test_a_batch_whose_loss_is_not_finite_is_not_recorded_but_the_next(graphs_of
 
 def test_graphs_are_recorded_on_the_current_device_by_the_main_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    cfg, found = {"run.graphs": "auto"}, {}
+    found = {}
 
     def look(where, index):
-        found[where] = graphs.graphs_on(torch.device("cuda", index), cfg, {"one"})
+        found[where] = graphs.graphs_on(torch.device("cuda", index), "auto", {"one"})
     look("here", 0)
     look("another device", 1)
     thread = threading.Thread(target=look, args=("another thread", 0))
     thread.start()
     thread.join()
     assert found.pop("here")["given_up"] == {"one"} and set(found.values()) == {None}
-    assert graphs.graphs_on(torch.device("cuda", 0), {"run.graphs": "off"}) is None
-    assert graphs.graphs_on(torch.device("cpu"), cfg) is None
+    assert graphs.graphs_on(torch.device("cuda", 0), "off") is None
+    assert graphs.graphs_on(torch.device("cpu"), "auto") is None

@@ -15,6 +15,7 @@ import OM_train_3modes as om
 from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.cost import mode_costs, step_memory
+from Inference import affine
 from Inference.refine import refine
 from Runtime import checkpoint
 from tests import warm
@@ -179,9 +180,27 @@ def count_waits_of_refinements():
     return 0
 
 
-def test_a_step_of_the_refinement_waits_for_nothing(tmp_path):
-    """A graph could not be recorded of one that does."""
-    done = warm.program(count_waits_of_refinements, None, tmp_path)
+def count_waits_of_comparisons():
+    """Prints for each similarity of the affine part the waits of no and of three comparisons of two maps."""
+    found = []
+    with SimulatedDevice() as seen:
+        image, same = make_subject(0, (16, 18, 17))["image"], np.eye(4)
+        level = affine._levels(image, None, same, image, None, same, (same, same),
+                               affine._basis(3, "affine"), 1.0, "simulated", "auto")[-1]
+        maps = affine._in_voxels(torch.from_numpy(np.stack([same[:3], same[:3]])), level).to("simulated")
+        for similarity in ("local", "mutual"):
+            seen.syncs.clear()
+            for _ in range(3):
+                affine._alike_and_slope(maps, level, similarity)
+            found.append([similarity, 0, len(seen.syncs)])
+        assert not seen.wrong_device
+    print(json.dumps(found))
+    return 0
+
+
+@pytest.mark.parametrize("count_waits", [count_waits_of_refinements, count_waits_of_comparisons])
+def test_what_a_graph_records_of_a_pair_waits_for_nothing(tmp_path, count_waits):
+    done = warm.program(count_waits, None, tmp_path)
     assert done.returncode == 0, done.stderr
     for kind, few, many in json.loads(done.stdout.splitlines()[-1]):
         assert few == many, kind
