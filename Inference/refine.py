@@ -59,6 +59,7 @@ SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point
 BLOCK, RIM = 8, 2  # voxels: least side of the cubes, and of their rim near the other colour, which is not measured
 MOST_VOXELS = 750_000  # of the images that infer the smoothing (larger ones are halved along each axis), or judge it
 LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
+SHORTER = (1.0, 0.25, 0.0625)  # shares of refine.step, tried in turn while the field found makes a pair less alike
 ALIKE = 0.9  # mean local correlation above which a pair hardly differs; below, refinement has something to find
 WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # values to try, each twice the previous
 GROSS = 1.0  # weight with which the gross motion is found
@@ -83,16 +84,23 @@ def refine(pair, field, steps, cfg, progress=False):
         if weight == "auto":
             two_modalities = cfg["registration.similarity"] in OF_TWO_MODALITIES
             weight = OTHER_MEASURE if two_modalities else inferred_weight(pair, field, cfg)
-        found = resize_field(deformed(pair, field, level_steps(size, steps, cfg), weight, cfg, bar.update), size)
-        return torch.zeros_like(found) if field is None and is_worse(pair, found, cfg) else found, weight
+        for share in SHORTER:
+            bar.reset()
+            shorter = {**cfg, "refine.step": share * cfg["refine.step"]}
+            found = deformed(pair, field, level_steps(size, steps, cfg), weight, shorter, bar.update)
+            found = resize_field(found, size)
+            if field is not None or not is_worse(pair, found, cfg):
+                return found, weight
+        return torch.zeros_like(found), weight
 
 
 def is_worse(pair, found, cfg):
     """Whether the images of a small pair are alike without a deformation, and less so under the field found.
 
-    Every step has the same length, also where nothing is left to find: a volume would be moved away from itself, by a
-    tenth of a voxel on average in one of 24^3. In large ones this is little, and measuring it would take time. A start
-    with a deformation says nothing: refinement may have to make it smoother, and the images less alike.
+    Every step has the same length, also where little or nothing is left to find: a volume would be moved away from
+    itself, by a tenth of a voxel on average in one of 24^3, and a change between two scans that moves nothing by more
+    than that would drown. Shorter steps find it. In large volumes this is little, and measuring it would take time. A
+    start with a deformation says nothing: refinement may have to make it smoother, and the images less alike.
     pair: as for `refine`. found: (1, N, *spatial) in voxels.
     """
     by_structures = pair["structures"] is not None and cfg["refine.structures"]

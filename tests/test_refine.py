@@ -109,6 +109,18 @@ def test_a_volume_stays_where_it_is_already_itself(weight):
     assert alike(moving, fitting, smoother, cfg) < alike(moving, fitting, rough, cfg)
 
 
+def test_a_change_that_whole_steps_would_drown_is_found_by_shorter_ones():
+    """By a tenth of a voxel at most: whole steps leave more than that behind, and the pair less alike."""
+    moving, fixed, true = pair(3, amplitude=0.1)
+    cfg = config(refine__levels=2) | {"refine.weight": 1.0}
+    before = alike(moving, fixed, None, cfg)
+    whole, field = (refined(moving, fixed, start, 40, cfg) for start in (torch.zeros_like(true), None))
+    assert before > 0.99 and alike(moving, fixed, whole, cfg) < before < alike(moving, fixed, field, cfg)
+    seen = ((moving - fixed).abs() > 0.002)[0, 0]
+    error, size = (part.square().sum(1).sqrt()[0][seen].mean() for part in (field - true, true))
+    assert error < 0.6 * size
+
+
 def test_the_force_is_how_the_similarity_grows_along_the_field():
     """Against finite differences of both local correlations under a smooth change of the field."""
     moving, fixed, true = pair(3, amplitude=1.0)
