@@ -12,12 +12,12 @@ import torch
 from Dataloader.grids import grid_transform, to_canonical, to_grid
 from Dataloader.nifti import rounded
 from Dataloader.prepare import focus, scaled
-from Dataloader.volume import as_array, checked_affine, is_path
+from Dataloader.volume import as_array, checked_affine
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import jacobian_determinant, then_affine, warp
 from Inference.choices import LABELS
 from Inference.labels import EXACT, label_at
-from Inference.load_model import changed_config, load_model
+from Inference.load_model import changed_config, loaded
 from Inference.registration import total_field
 from Runtime.device import own_settings
 from Runtime.errors import InputError
@@ -64,9 +64,9 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     if not isinstance(seed, numbers.Integral) or not isinstance(draw, numbers.Integral):
         raise InputError(f"seed and draw must be whole numbers, not {seed!r} and {draw!r}.")
     affine = np.eye(4) if affine is None else checked_affine(affine, "image")
-    if is_path(model):
-        model = load_model(model, device)
-    net, cfg = model or (None, changed_config(image.ndim, cfg))
+    if not isinstance(stride, numbers.Integral) or stride < 1:
+        raise InputError(f"stride must be a whole number of 1 or more, not {stride!r}.")
+    net, cfg = deformed_by(model, cfg, image.ndim, device)
     device = next(net.parameters()).device if isinstance(net, torch.nn.Module) else device
     rng_key = (seed, subject_number(subject), draw)
     shown = None
@@ -80,6 +80,15 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     field = draw_field(image, affine, cfg, rng_key, start, net, shown, stride, mask, device, channels)
     deformed_label = None if label is None else deform(label, field, labels)
     return deform(image, field), deformed_label, field
+
+
+def deformed_by(model, cfg, dims, device="cpu"):
+    """(net or None, config) of a deformation. model, cfg: of `augment`. Raises InputError for both at once."""
+    model = loaded(model, device)
+    if model is not None and cfg is not None and cfg is not model[1]:
+        raise InputError("cfg is for a deformation without a model, which has its own config: leave out one of them, "
+                         "or change the model's by load_model(path, overrides=[\"key=value\"]).")
+    return model or (None, changed_config(dims, cfg))
 
 
 @own_settings()

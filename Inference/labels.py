@@ -30,6 +30,8 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     field and affines do not fit together.
     """
     image, affine, field, fixed_affine = _fitting(image, affine, field, fixed_affine)
+    if order not in (0, 1):
+        raise InputError(f"order must be 1 (linear, for images) or 0 (nearest, for labels), not {order!r}.")
     if not order and image.size and np.abs(image).max() > EXACT:
         values = np.union1d(image, [0]).astype(image.dtype)
         zero = np.searchsorted(values, 0)
@@ -55,12 +57,14 @@ def _fitting(image, affine, field, fixed_affine):
     if image.ndim not in (2, 3) or field.ndim != image.ndim + 1 or len(field) != image.ndim:
         raise InputError(f"a field of shape {field.shape} cannot warp an image of shape {image.shape}; give a 3D image "
                          "and a field (3, D, H, W), or a 2D one and (2, H, W).")
+    if not np.isfinite(field).all():
+        raise InputError("the field has NaN or infinite displacements; repair it.")
     return image, checked_affine(affine, "the image"), field, checked_affine(fixed_affine, "the fixed volume")
 
 
 def _to_moving(field, change, slab):
     """The field by which `warp` samples the moving volume on a slab of the fixed grid. change: as for `then_affine`."""
-    part = torch.from_numpy(np.ascontiguousarray(field[:, slab], np.float32))[None]
+    part = torch.from_numpy(np.require(field[:, slab], np.float32, ["C", "W"]))[None]  # of a file it may be read-only
     return then_affine(part, of_slab(change, slab))
 
 

@@ -162,6 +162,17 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
     return net.eval(), cfg
 
 
+def loaded(model, device="cpu"):
+    """What `load_model` returns, for its result or the path of one; None stays None. Raises InputError for others."""
+    if is_path(model):
+        return load_model(model, device)
+    if model is None or (isinstance(model, tuple | list) and len(model) == 2 and isinstance(model[0], torch.nn.Module)
+                         and isinstance(model[1], dict)):
+        return model
+    raise InputError(f"model: give a path, \"universal\" or what load_model returned, (network, config), not a "
+                     f"{type(model).__name__}.")
+
+
 def load_state(path, device="cpu"):
     """The content of a file of `find_checkpoint` or of a run: a dict with at least "model", the weights, and "config".
 

@@ -2,18 +2,22 @@
 
 This is a separate file, because importing MONAI, if it is installed, takes seconds.
 """
+import warnings
+
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
 from Dataloader.grids import same_grid
-from Dataloader.volume import as_array, is_path
-from Inference.augmentation import MODES, STRIDE, deform, draw_field, draw_start
+from Dataloader.volume import as_array
+from Inference.augmentation import MODES, STRIDE, deform, deformed_by, draw_field, draw_start
 from Inference.labels import carry
-from Inference.load_model import changed_config, default_config, load_model
+from Inference.load_model import default_config, loaded
 from Inference.registration import register
 from Runtime.device import own_settings
 from Runtime.errors import InputError
+
+LIKE_A_SIDE = 16  # more channels than a 2D image usually has
 
 try:
     from monai.transforms import Randomizable as Base  # Compose sets the random state of its instances
@@ -43,8 +47,9 @@ class RandDeformationd(Base):
                  allow_missing_keys=False, seed=None):
         self.keys, self.modes = check_modes(mode, keys)
         self.prob, self.start, self.stride, self.field_key = prob, start, stride, field_key
-        model = load_model(model) if is_path(model) else model
-        self.net, self.cfg = model or (None, cfg and changed_config(cfg.get("model.dims", 3), cfg))
+        # Without either, the config is that of each sample's number of axes.
+        dims = cfg.get("model.dims", 3) if isinstance(cfg, dict) else 3
+        self.net, self.cfg = (None, None) if model is None and cfg is None else deformed_by(model, cfg, dims)
         self.allow_missing_keys, self.worker_seed = allow_missing_keys, None
         self.set_random_state(seed)
 
@@ -75,7 +80,7 @@ class RandDeformationd(Base):
         if not entries or not (self.chosen or self.field_key):
             return result
         first = entries[0][0]
-        shape = tuple(data[first].shape[1:])
+        shape = shape_of_entry(data, first)
         for key, _ in entries:
             require_grid_of(data, first, key)
         if not self.chosen:
@@ -124,9 +129,10 @@ class Registerd:
                  start="auto", device="auto", config=None, field_key=None, allow_missing_keys=False):
         self.fixed_key, self.moving_key, self.field_key = fixed_key, moving_key, field_key
         self.keys, self.modes = check_modes(mode, moving_key if keys is None else keys)
+        model = loaded(model)
         self.options = {"model": model, "affine": affine, "refine": refine, "start": start, "device": device,
                         "config": config}
-        self.channels = model[1]["data.channels"] if isinstance(model, tuple) else 1
+        self.channels = 1 if model is None else model[1]["data.channels"]
         self.allow_missing_keys = allow_missing_keys
 
     @own_settings()
@@ -140,6 +146,7 @@ class Registerd:
         for key in self.keys:
             if key in data:
                 require_grid_of(data, self.moving_key, key)
+        shape_of_entry(data, self.fixed_key)
         fixed_affine, moving_affine = (affine_of(data, key) for key in (self.fixed_key, self.moving_key))
         fixed, moving = plain(data[self.fixed_key]), plain(data[self.moving_key])
         found = register((fixed[0], fixed_affine), (moving[0], moving_affine), **self.options,
@@ -171,9 +178,21 @@ def place(result, key, array, fixed_key, fixed_affine):
         result[f"{key}_meta_dict"] = {**meta, "affine": fixed_affine, "spatial_shape": np.array(array.shape[1:])}
 
 
+def shape_of_entry(data, key):
+    """The shape (*spatial) of an entry (C, *spatial). Raises InputError for one that is no such array."""
+    shape = tuple(as_array(data[key], f"the entry {key}", "load it first (LoadImaged)").shape)
+    if len(shape) not in (3, 4):
+        raise InputError(f"{key}: shape {shape} is neither (C, D, H, W) nor (C, H, W); put the channels first "
+                         "(EnsureChannelFirstd), without an axis for the batch.")
+    if len(shape) == 3 and min(shape) >= LIKE_A_SIDE:
+        warnings.warn(f"{key}: shape {shape} is taken for {shape[0]} channels of a 2D image; a volume needs an axis "
+                      "for its channels in front (EnsureChannelFirstd).", stacklevel=3)
+    return shape[1:]
+
+
 def require_grid_of(data, first, key):
     """Raise InputError unless an entry has the grid of the first one; its shape, if one of them has no affine."""
-    shape, first_shape = (tuple(data[name].shape[1:]) for name in (key, first))
+    shape, first_shape = (shape_of_entry(data, name) for name in (key, first))
     if shape != first_shape:
         raise InputError(f"{key}: shape {shape} is not that of {first}, {first_shape}; bring both to one grid.")
     if any(own_affine(data, name) is None for name in (key, first)):

@@ -119,7 +119,7 @@ def save(result, folder):
                                  "again.")
     files = {key: volume.path or folder / f"{key}.nii.gz" for key, volume in volumes.items()}
     earlier = read_results(folder)
-    own = (earlier["settings"] or {}).get("from_memory", [])  # an earlier save wrote them
+    own = written = (earlier["settings"] or {}).get("from_memory", [])  # an earlier save wrote them
     if earlier["version"] == "1.2.0":  # which did not say so
         own = [os.path.basename(row.get(key, "")) for row in earlier["pairs"].values() for key in files]
     given = [path for key, path in files.items() if not volumes[key].path]
@@ -134,8 +134,10 @@ def save(result, folder):
     for key, volume in volumes.items():
         if not volume.path:
             whole = volume.dtype is not None and volume.dtype.kind in "iu"
-            write_volume(files[key], volume.array.astype(volume.dtype) if whole else volume.array, volume.affine,
+            write_volume(files[key], rounded(volume.array, volume.dtype) if whole else volume.array, volume.affine,
                          volume.header)
+    for name in set(written) - {path.name for path in map(Path, files.values())}:
+        (folder / os.path.basename(name)).unlink(missing_ok=True)
     pair = {"name": f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}", **files}
     rows = [{**write_row(folder, folder, pair, result), "source": source_digests(pair)}]
     write_report(folder, rows, [], "omnimorph.register", dims)

@@ -30,6 +30,7 @@ from Dataloader.grids import (
     SMOOTH_ABOVE,
     SMOOTH_SIGMA,
     grid_transform,
+    is_singular,
     of_slab,
     to_canonical,
     to_grid,
@@ -55,7 +56,7 @@ from Inference.affine import FOREGROUND, ONE_SIGN, WINDOW, align_affine
 from Inference.blank import BEYOND, SHOWN, blank_corners, is_cut_off, outlined, outlined_side, without
 from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS, STEPS_CONTINUED
 from Inference.labels import apply_field
-from Inference.load_model import changed_config, load_model
+from Inference.load_model import changed_config, loaded
 from Inference.refine import refine as optimise
 from Inference.scores import pair_scores
 from Runtime import memory
@@ -93,7 +94,8 @@ class Result:
     reason: str  # for the verdict, in one sentence; "" where it is ok
     similarity_before: float  # as the headers place the volumes; on the fixed grid, 1 is perfect, see `image_scores`
     similarity: float
-    similarity_attainable: float  # at most about this much with the noise of both volumes, see `signal_share`
+    similarity_attainable: float | None  # at most about this much with the noise of both volumes, see `signal_share`;
+    # None if they are no more alike than chance makes them
     covered_percent: float  # of the body of the fixed volume, covered by that of the moving one
     body_overlap: float  # Dice of both bodies
     folding_percent: float
@@ -207,8 +209,10 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     """
     known, start = (start, start.matrix) if isinstance(start, Known) else (None, start)
     affine = "affine" if affine is True else affine
-    if affine and affine not in AFFINES:
-        raise InputError(f"affine must be True, {', '.join(AFFINES)} or False, not {affine!r}.")
+    if not isinstance(affine, str | bool | None) or (affine and affine not in AFFINES):
+        shown = repr(affine) if isinstance(affine, str) else f"a {type(affine).__name__}"
+        raise InputError(f"affine must be True, {', '.join(AFFINES)} or False, not {shown}; the matrix of a volume "
+                         "belongs beside its array: (array, affine).")
     if not isinstance(refine, numbers.Integral) or refine < 0:
         raise InputError(f"refine must be True, False or a number of steps, not {refine!r}.")
     refine = (STEPS if known is None else STEPS_CONTINUED) if refine is True else int(refine)
@@ -336,7 +340,8 @@ def require_memory(fixed, moving, images, inverse):
 
 def read_sides(fixed, moving, inverse, fixed_mask=None, moving_mask=None, fixed_channels=(), moving_channels=()):
     """Both Volumes of a pair with their masks and further channels, if there is memory for them; as for `register`."""
-    fixed_channels, moving_channels = ([each] if is_path(each) else [] if each is None else list(each)
+    fixed_channels, moving_channels = ([each] if is_path(each) or hasattr(each, "dataobj") else
+                                       [] if each is None else list(each)
                                        for each in (fixed_channels, moving_channels))
     require_memory(fixed, moving, 1 + len(fixed_channels) + (fixed_mask is not None), inverse)
     pair = []
@@ -363,12 +368,8 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
         if abs(planes[0] @ planes[1]) < 0.9 * np.linalg.norm(planes[0]) * np.linalg.norm(planes[1]):
             raise InputError(f"{fixed.name} and {moving.name} lie in different planes by their headers, but a 2D field "
                              "stays in one plane; give both headers the same directions.")
-    if is_path(model):
-        net, cfg = load_model(model, device)
-    elif model is not None:
-        net, cfg = model[0].to(device), model[1]
-    else:
-        net, cfg = None, changed_config(dims, config)
+    model = loaded(model, device)
+    net, cfg = (None, changed_config(dims, config)) if model is None else (model[0].to(device), model[1])
     if net is not None and config is not None and config is not cfg:
         raise InputError("config is for a registration without a model, which has its own: leave out one of them.")
     if net is not None and cfg["model.condition_type"] == "none":
@@ -591,12 +592,14 @@ def start_matrix(start, shape, affine, moving_shape, moving_affine):
     """
     if not isinstance(start, str):
         try:
-            matrix = np.array(start, np.float64)
+            matrix = np.array(start.detach().cpu() if hasattr(start, "detach") else start, np.float64)
         except (TypeError, ValueError):
             raise InputError(f"start must be {', '.join(STARTS)}, an invertible 4x4 matrix or Result.known, not a "
                              f"{type(start).__name__}.") from None
-        if matrix.shape != (4, 4) or not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
-            raise InputError(f"start must be {', '.join(STARTS)} or an invertible 4x4 matrix, not {matrix.tolist()}.")
+        if is_singular(matrix):
+            shown = matrix.tolist() if matrix.size <= 16 else f"an array of shape {matrix.shape}"
+            raise InputError(f"start must be {', '.join(STARTS)}, an invertible 4x4 matrix with the last row 0 0 0 1, "
+                             f"or Result.known, which begins with the field of a registration; not {shown}.")
         return matrix
     if start not in STARTS[1:]:
         raise InputError(f"start must be {', '.join(STARTS)} or a 4x4 matrix, not {start!r}.")

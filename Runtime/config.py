@@ -50,6 +50,7 @@ def load_config(path, overrides=()):
     """
     if Path(path).name == str(path) and not Path(path).is_file() and (CONFIGS / path).is_file():
         path = CONFIGS / path
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     return check_config({**read_config(path), **overridden(overrides)}, path)
 
 

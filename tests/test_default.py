@@ -288,6 +288,27 @@ def test_an_undefined_voxel_stays_where_it_is():
         omnimorph.apply_label(np.ones((8, 9, 10), int), np.eye(4), np.zeros((3, 8, 9, 10)), np.eye(4), "Nearest")
 
 
+def test_what_an_earlier_save_wrote_of_another_registration_goes(small, tmp_path):
+    image, moving = (small[0], np.eye(4)), (small[0][::-1], np.eye(4))
+    options = {"affine": False, "refine": 0}
+    found = [omnimorph.register(image, moving, **options, **more) for more in (
+        {"fixed_channels": [image], "moving_channels": [moving]}, {})]
+    for number in (0, 1, 0):
+        found[number].save(tmp_path)
+        names = {path.name for path in tmp_path.iterdir()}
+        assert ("fixed_channel_2.nii.gz" in names) == ("moving_channel_2.nii.gz" in names) == (number == 0)
+        assert "fixed.nii.gz" in names
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+def test_the_brightest_whole_number_is_saved_as_it_is(small, tmp_path, dtype):
+    image = (small[0] * 2.0 ** 30).astype(dtype)
+    image[image == image.max()] = np.iinfo(dtype).max
+    omnimorph.register((image, np.eye(4)), (small[0], np.eye(4)), affine=False, refine=0).save(tmp_path)
+    saved = np.asarray(nibabel.load(tmp_path / "fixed.nii.gz").dataobj)
+    assert saved.min() >= 0 and saved.max() == pytest.approx(np.iinfo(dtype).max, rel=1e-6)
+
+
 def test_saving_replaces_no_file_of_the_user(small, tmp_path, monkeypatch):
     image = small[0]
     nibabel.save(nibabel.Nifti1Image(image, np.eye(4)), tmp_path / "fixed.nii.gz")

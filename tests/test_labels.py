@@ -156,12 +156,27 @@ def test_a_map_that_goes_nowhere_stays_as_it_is():
     ((8, 8, 8), (2, 8, 8), np.eye(4), "a field of shape (2, 8, 8) cannot warp an image of shape (8, 8, 8)"),
     ((8, 8, 8), (8, 8, 8, 3), np.eye(4), "a field of shape (8, 8, 8, 3) cannot warp"),
     ((8, 8), (2, 8, 8), np.eye(3), "the image: the affine [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, "),
-    ((8, 8), (2, 8, 8), np.diag([1, 0, 1, 1]), "is not an invertible 4x4 matrix; give that of the volume")])
+    ((8, 8), (2, 8, 8), np.diag([1, 0, 1, 1]), "is not an invertible 4x4 matrix with the last row 0 0 0 1; give")])
 def test_what_does_not_fit_together_is_one_sentence(shape, size, affine, words):
     for function in (apply_field, apply_label):
         with pytest.raises(InputError) as found:
             function(np.ones(shape, np.uint8), affine, np.zeros(size, np.float32), np.eye(4))
         assert words in str(found.value)
+
+
+@pytest.mark.parametrize("displacement, order, words", [
+    (0.0, "nearest", "order must be 1 (linear, for images) or 0 (nearest, for labels), not 'nearest'"),
+    (0.0, 3, "not 3"), (np.nan, 1, "the field has NaN or infinite displacements")])
+def test_what_apply_field_would_do_otherwise_than_asked_is_refused(displacement, order, words):
+    with pytest.raises(InputError) as found:
+        apply_field(np.ones((6, 7, 8)), np.eye(4), np.full((3, 6, 7, 8), displacement), np.eye(4), order)
+    assert words in str(found.value)
+
+
+def test_a_field_that_is_read_from_a_file_in_place_is_taken(tmp_path, recwarn):
+    np.save(tmp_path / "field.npy", np.zeros((3, 6, 7, 8), np.float32))
+    field, label = np.load(tmp_path / "field.npy", mmap_mode="r"), np.ones((6, 7, 8), np.uint8)
+    assert np.array_equal(apply_label(label, np.eye(4), field, np.eye(4)), label) and not recwarn.list
 
 
 def test_tensors_are_arrays_and_images_of_a_library_are_named():

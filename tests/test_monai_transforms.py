@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from Dataloader.synthetic import make_subject
+from Diffusion.networks import build_network
+from Inference.load_model import load_model
 from Inference.monai_transforms import Registerd
 from Inference.registration import apply_field, register
+from Runtime import checkpoint
 from Runtime.errors import InputError
 from tests.test_nifti import make_affine
+from tests.tiny import config
 
 FIXED = ((16, 18, 14), make_affine(spacing=(1.1, 0.9, 1.3), degrees=(4, 0, 5)))
 MOVING = ((18, 15, 17), make_affine((1, 0, 2), (-1, 1, -1), (1.0, 1.1, 0.9), (5, -7, 3)))
@@ -77,10 +81,28 @@ def test_the_moving_volume_alone(sample):
     ({"keys": ["moving", "moving_label"]}, {"moving_label_meta_dict": {"affine": FIXED[1]}},
      "moving_label: its affine is not that of moving"),
     ({}, {"fixed": np.eye(16, 18)[None, ..., None]}, "fixed: shape .16, 18, 1. is one plane of 3D, and not a 2D"),
-    ({}, {"fixed": np.zeros((1, 8, 8, 8))}, "fixed: every voxel is 0")])
+    ({}, {"fixed": np.zeros((1, 8, 8, 8))}, "fixed: every voxel is 0"),
+    ({}, {"fixed": "F.nii.gz"}, "the entry fixed: str is not a volume; load it first .LoadImaged."),
+    ({}, {"moving": np.zeros((1, 1, 8, 8, 8))}, "moving: shape .* is neither .*; put the channels first")])
 def test_what_cannot_be_used_is_one_sentence(sample, words, changes, sentence):
     with pytest.raises(InputError, match=sentence):
         Registerd("fixed", "moving", affine=False, refine=1, **words)({**sample[0], **changes})
+
+
+def test_a_volume_without_an_axis_for_its_channels_is_told(sample):
+    flat = {key: sample[0][key][0] for key in ("fixed", "moving")}
+    with pytest.warns(UserWarning, match="fixed: shape .16, 18, 16. is taken for 16 channels of a 2D image"):
+        Registerd("fixed", "moving", affine=False, refine=0)({"fixed": np.pad(flat["fixed"], ((0, 0), (0, 0), (0, 2))),
+                                                               "moving": flat["moving"]})
+
+
+def test_the_path_of_a_network_of_several_channels_is_enough(sample, tmp_path):
+    cfg = config(data__channels=2)
+    torch.save({**dict.fromkeys(checkpoint.REQUIRED), "format": checkpoint.FORMAT, "config": cfg,
+                "model": build_network(cfg, "cpu").state_dict()}, tmp_path / "two.pth")
+    by_path, loaded = (Registerd("fixed", "moving", model=model, refine=0, affine=False)(sample[0])["moving"]
+                       for model in (tmp_path / "two.pth", load_model(tmp_path / "two.pth")))
+    np.testing.assert_array_equal(by_path, loaded)
 
 
 def test_absent_keys_where_they_are_allowed(sample):

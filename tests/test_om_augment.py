@@ -844,7 +844,9 @@ def test_what_the_function_refuses():
     for words, message in (
             ({"image": spoilt}, "image: 1 of .* NaN or infinite"), ({"image": image[0, 0]}, "image: shape .* is not"),
             ({"label": image[1:]}, "label: shape"), ({"mask": image[1:]}, "mask: shape"), ({"start": 80}, "start 80"),
-            ({"target": image}, "give a model"), ({"image": image[0]}, "is not 3D, which model.dims requires")):
+            ({"target": image}, "give a model"), ({"stride": 2.5}, "stride must be a whole number of 1 or more"),
+            ({"model": (torch.nn.Linear(1, 1), {}), "cfg": CFG}, "cfg is for a deformation without a model"),
+            ({"image": image[0]}, "is not 3D, which model.dims requires")):
         with pytest.raises(InputError, match=message):
             augment(**{"image": image, "cfg": CFG, **words})
 
