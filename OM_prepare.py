@@ -242,11 +242,11 @@ def prepare(folder, cfg, args):
     before = len(items) - sum(map(len, groups.values()))
     if before:
         print(f"{folder}: {before} of {len(items)} volumes are there already")
-    edited = [record for record in kept.values() if record.get("code", cache.code_mark()) != cache.code_mark()]
+    edited = [record for record in kept.values() if record.get("code") != cache.code_mark()]
     if edited:
         print(f"warning: {folder}: {sum(len(cache.all_lines(record)) for record in edited)} of these were prepared "
-              "before Dataloader/prepare.py or grids.py was edited; if the edit matters to them, run this command with "
-              "--fresh.", file=sys.stderr)
+              "by another version of OmniMorph, or before Dataloader/prepare.py or grids.py was edited; if the change "
+              "matters to them (CHANGELOG.md), run this command with --fresh.", file=sys.stderr)
     if groups:
         require_room(folder, groups, cfg)
         parts = {**{number: cache.all_lines(record) for number, record in kept.items()}, **groups}

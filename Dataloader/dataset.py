@@ -530,9 +530,14 @@ def compare_data(before, now, path):
     moved = sorted({row["subject"] for row in held_out} & {row["subject"] for row in trained}
                    or {row["id"] for row in held_out} & {row["id"] for row in trained})
     if moved:
-        raise InputError(f"{path} was trained on {some(moved)}, which would now be held out for validation: set the "
-                         "data.* keys or the list back (data.val_fraction=0 if none was held out), or start a new run "
-                         "with --fresh.")
+        advice = "set the data.* keys or the list back (data.val_fraction=0 if none was held out)"
+        for identity in same:
+            if old[identity]["subject"] != new[identity]["subject"]:
+                advice = (f"subjects have other names now ({identity} is of {new[identity]['subject']}, and was of "
+                          f"{old[identity]['subject']}), so set data.subject_pattern back, or give a list whose column "
+                          "subject has the names in data.csv of the run")
+        raise InputError(f"{path} was trained on {some(moved)}, which would now be held out for validation: {advice}, "
+                         "or start a new run with --fresh.")
     # Besides the seed, the order of an epoch depends on the ids of the training volumes alone.
     old_order, new_order = ({identity for identity, row in rows.items() if row["split"] == "train"}
                             for rows in (old, new))

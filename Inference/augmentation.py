@@ -5,6 +5,7 @@ volume, which is then interpolated once. Every draw depends only on (seed, subje
 """
 import numbers
 import re
+import warnings
 
 import numpy as np
 import torch
@@ -83,11 +84,11 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
 
 
 def deformed_by(model, cfg, dims, device="cpu"):
-    """(net or None, config) of a deformation. model, cfg: of `augment`. Raises InputError for both at once."""
+    """(net or None, config) of a deformation. model, cfg: of `augment`; a model has its own config."""
     model = loaded(model, device)
-    if model is not None and cfg is not None and cfg is not model[1]:
-        raise InputError("cfg is for a deformation without a model, which has its own config: leave out one of them, "
-                         "or change the model's by load_model(path, overrides=[\"key=value\"]).")
+    if model is not None and cfg is not None and cfg != model[1]:
+        warnings.warn("cfg has no effect beside a model, which has its own config; to change that, give "
+                      "load_model(path, overrides=[\"key=value\"]) as the model.", stacklevel=3)
     return model or (None, changed_config(dims, cfg))
 
 

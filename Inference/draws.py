@@ -57,12 +57,14 @@ def claim_folder(out, settings, items, whole):
     records, earlier = read_lines(log), {}
     with contextlib.suppress(FileNotFoundError, ValueError):
         earlier = json.loads(path.read_text())
-    if not isinstance(earlier, dict) or not {"seed", "version"} <= earlier.keys():  # other programs have one too
+    # Other programs have a settings.json too.
+    if not isinstance(earlier, dict) or not {"seed", "stride", "labels"} <= earlier.keys():
         others = [entry.name for entry in out.iterdir() if entry.name not in (
             "lock.json", ".lock", ".DS_Store", "desktop.ini")]
         if others:
             raise InputError(f"{out} contains other files ({sorted(others)[0]}); name a new folder.")
     elif records:
+        earlier = {"version": "1.0.0", **earlier}  # which did not write it
         for key in settings:
             if earlier.get(key) != settings[key]:
                 raise InputError(f"{out} has draws with {key} {earlier.get(key)}, not {settings[key]}; name a new "

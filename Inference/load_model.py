@@ -166,7 +166,7 @@ def loaded(model, device="cpu"):
     """What `load_model` returns, for its result or the path of one; None stays None. Raises InputError for others."""
     if is_path(model):
         return load_model(model, device)
-    if model is None or (isinstance(model, tuple | list) and len(model) == 2 and isinstance(model[0], torch.nn.Module)
+    if model is None or (isinstance(model, tuple | list) and len(model) == 2 and callable(model[0])
                          and isinstance(model[1], dict)):
         return model
     raise InputError(f"model: give a path, \"universal\" or what load_model returned, (network, config), not a "

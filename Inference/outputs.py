@@ -120,7 +120,7 @@ def save(result, folder):
     files = {key: volume.path or folder / f"{key}.nii.gz" for key, volume in volumes.items()}
     earlier = read_results(folder)
     own = written = (earlier["settings"] or {}).get("from_memory", [])  # an earlier save wrote them
-    if earlier["version"] == "1.2.0":  # which did not say so
+    if earlier["version"] in ("1.0.0", "1.1.0", "1.2.0"):  # which did not say so
         own = [os.path.basename(row.get(key, "")) for row in earlier["pairs"].values() for key in files]
     given = [path for key, path in files.items() if not volumes[key].path]
     taken = next((path for path in given if path.exists() and path.name not in own), None)

@@ -232,8 +232,12 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     earlier = read_results(out)
     entries, kept = [entry for entry, _ in tasks], {}
     if resumes and not again:
-        for home in beside:
-            for name, row in kept_rows(read_results(home), settings, entries, home).items():
+        runs = [(home, read_results(home)) for home in beside]
+        other = sorted({run["version"] or "" for _, run in (*runs, (out, earlier)) if run["pairs"]} - {__version__})
+        if other:
+            print(f"{out}: what OmniMorph {', '.join(other)} did of it is done again by {__version__}", file=sys.stderr)
+        for home, run in runs:
+            for name, row in kept_rows(run, settings, entries, home).items():
                 files = {link(home / file, out): entry for file, entry in row["files"].items()}
                 kept[name] = {**row, "folder": os.path.normpath(row["folder"]), "files": files}
         kept.update(kept_rows(earlier, settings, entries, out))

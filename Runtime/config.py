@@ -24,6 +24,7 @@ MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
     "diffusion.timesteps", "contrastive.embedding", "data.channels"]
 
 PATHS = ("data.root", "data.cache", "data.pair_list", "run.models", "run.logs")  # may contain ~ and $VARIABLES
+GONE = {"refine.lr": "refine.step replaces it", "refine.last_lr": "remove it", "refine.kind": "remove it"}
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -122,6 +123,8 @@ def flatten(nested, path):
 def check_config(flat, path):
     """Check a flat dict against KEYS, convert the values, and check rules between keys. Returns: the config."""
     for key in flat:
+        if key in GONE:
+            raise InputError(f"{path}: the key {key} is gone since version 1.0.0: {GONE[key]}.")
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
             raise InputError(f"{path}: unknown key {key}; did you mean {near}? A new key needs a line in "

@@ -242,10 +242,20 @@ def test_an_edit_of_the_preparing_code_is_told(made, place, tmp_path, monkeypatc
             path.write_text('"""Other words."""' + path.read_text().split('"""', 2)[2] + text)
             cache.code_mark.cache_clear()
             assert run_here(made, place) == DONE
-            told.append(f"{COUNT} of these were prepared before Dataloader/prepare.py" in capsys.readouterr().err)
+            told.append(f"{COUNT} of these were prepared by another version" in capsys.readouterr().err)
     finally:
         cache.code_mark.cache_clear()
     assert told == [False, True]
+
+
+def test_what_a_version_prepared_that_did_not_mark_its_code_is_told(made, place, capsys):
+    path, *others = cache.record_paths(place)
+    record = cache.read_json(path)
+    del record["code"]
+    cache.write_json(place, path.name, record)
+    assert others and run_here(made, place) == DONE
+    said = f"{len(record['volumes']) + len(record['refused'])} of these were prepared by another version"
+    assert said in capsys.readouterr().err
 
 
 def test_export_writes_nifti_on_the_grid_and_on_the_grid_of_the_file(made, tmp_path, capsys):

@@ -118,6 +118,11 @@ def test_parts_of_a_list_are_joined(data, tmp_path, capsys):
     assert call(*words, "--out", out) == 0 and "keeping 3 of 3 pairs" in capsys.readouterr().err
     names = {name for row in results(out)["pairs"] for name in row["files"]}
     assert {f"disp_0000_000{number}.nii.gz" for number in (1, 2, 3)} <= names
+    for path in (out / "results.json", *out.glob("parts/*/results.json")):
+        path.write_text(path.read_text().replace(f'"version": "{__version__}"', '"version": "1.2.1"'))
+    assert call(*words, "--out", out) == 0
+    said = capsys.readouterr().err
+    assert f"what OmniMorph 1.2.1 did of it is done again by {__version__}" in said and "keeping" not in said
     for part, said in (("4/3", "K from 1 to N"), ("1", "K/N")):
         assert call(*words, "--out", out, "--part", part) == 43 and said in capsys.readouterr().err
 

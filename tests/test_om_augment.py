@@ -394,6 +394,14 @@ def test_a_folder_with_the_settings_of_another_program_is_not_claimed(tmp_path, 
     assert (tmp_path / "settings.json").read_text() == content
 
 
+def test_copies_of_the_first_version_are_not_continued_and_the_version_is_named(tmp_path):
+    """It did not write its number."""
+    (tmp_path / "settings.json").write_text('{"seed": 0, "stride": 4, "labels": "smooth"}')
+    (tmp_path / "draws.jsonl").write_text('{"id": "a", "name": "a_draw00"}\n')
+    with pytest.raises(InputError, match="has draws with version 1.0.0, not 1.7.1; name a new folder"):
+        claim_folder(tmp_path, {"seed": 0, "version": "1.7.1"}, [], True)
+
+
 def test_one_of_two_images_into_the_same_folder_is_refused_and_nothing_is_lost(copies, tmp_path, capsys):
     out = shutil.copytree(copies / "out", tmp_path / "out")
     assert run("--image", copies / "data/imagesTr/s_001.nii.gz", *WORDS, "--draws", 1, "--out", out) == 43
@@ -693,7 +701,8 @@ def test_the_state_of_the_transform():
     done = [bool(rare(data)["field"].any()) for _ in range(20)]
     assert 1 <= sum(done) <= 12
     assert transform(prob=0.0, field_key=None)(data)["image"] is data["image"]
-    assert isinstance(transform(model="universal").net, torch.nn.Module)
+    with pytest.warns(UserWarning, match="cfg has no effect beside a model"):
+        assert isinstance(transform(model="universal").net, torch.nn.Module)
 
 
 class Samples(torch.utils.data.Dataset):
@@ -845,7 +854,7 @@ def test_what_the_function_refuses():
             ({"image": spoilt}, "image: 1 of .* NaN or infinite"), ({"image": image[0, 0]}, "image: shape .* is not"),
             ({"label": image[1:]}, "label: shape"), ({"mask": image[1:]}, "mask: shape"), ({"start": 80}, "start 80"),
             ({"target": image}, "give a model"), ({"stride": 2.5}, "stride must be a whole number of 1 or more"),
-            ({"model": (torch.nn.Linear(1, 1), {}), "cfg": CFG}, "cfg is for a deformation without a model"),
+            ({"model": torch.nn.Linear(1, 1)}, "model: give a path, .*, not a Linear"),
             ({"image": image[0]}, "is not 3D, which model.dims requires")):
         with pytest.raises(InputError, match=message):
             augment(**{"image": image, "cfg": CFG, **words})
