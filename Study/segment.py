@@ -277,9 +277,9 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
 
 
 def sizes(inside, doubt, affine):
-    """Volume in mm3 (2D: mm2) and mean doubt of a label. inside: booleans (*size)."""
-    voxel_mm3 = voxel_volume(affine, inside.ndim)
-    return {"mm3": float(inside.sum()) * voxel_mm3, "doubt": float(doubt[inside].mean()) if inside.any() else None}
+    """Volume ("mm3"; 2D: area, "mm2") and mean doubt ("doubt") of a label. inside: booleans (*size)."""
+    size = float(inside.sum()) * voxel_volume(affine, inside.ndim)
+    return {f"mm{inside.ndim}": size, "doubt": float(doubt[inside].mean()) if inside.any() else None}
 
 
 def verdict_of(row, good, found):
@@ -298,7 +298,8 @@ def write_results_page(out, rows, failed, args, count):
     """Write segment.html and labels.tsv. Returns: the page's path."""
     table = [{"image": row["name"], "label": label, **values} for row in rows
              for label, values in row["labels"].items()]
-    common.write_table(out / "labels.tsv", ["image", "label", "mm3", "doubt", "dice"], table)
+    units = [unit for unit in ("mm3", "mm2") if any(unit in each for each in table)] or ["mm3"]
+    common.write_table(out / "labels.tsv", ["image", "label", *units, "doubt", "dice"], table)
     scored = any("dice" in row for row in rows)
     header = ["image", "verdict", "atlases that vote", "labels", "doubt", "doubtful, %", *["Dice"] * scored]
     lines = [[row["name"], row["verdict"], len(row["voted"]), len(row["labels"]), row["doubt"],
@@ -314,8 +315,8 @@ def write_results_page(out, rows, failed, args, count):
                          + common.dice_text(row)))
     cards = [("images", len(rows), f"{len(failed)} left out" if failed else ""), ("atlases", count, ""),
              ("doubt", average([row["doubt"] for row in rows]) if rows else None, "mean over the labelled voxels")]
-    sections = [("Images", table_html(header, lines, "Click on a heading to sort. labels.tsv has every label: "
-                                                     "volume, doubt and, if the image has its own labels, Dice.",
+    sections = [("Images", table_html(header, lines, "Click on a heading to sort. labels.tsv has every label: volume "
+                                                     "or area, doubt and, if the image has its own labels, Dice.",
                                                      formats)),
                 ("Labels and doubt", gallery_html(pictures) + "<p>The outlines are the labels. Red is doubt, the share "
                  "of the votes that the label did not get.</p>\n")]

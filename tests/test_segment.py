@@ -178,7 +178,7 @@ def test_the_volume_of_a_label_is_that_of_its_voxels_on_a_sheared_grid():
     """Slices of 1 mm x 1 mm that are 2.5 mm apart along the table, with the gantry tilted by 25 degrees."""
     tilted, inside, voxel = tilted_affine(), np.ones((4, 5, 6), bool), 2.5 * np.cos(np.deg2rad(25))
     assert sizes(inside, inside, tilted)["mm3"] == pytest.approx(120 * voxel)
-    assert sizes(inside[0], inside[0], tilted[:, [1, 2, 0, 3]])["mm3"] == pytest.approx(30 * voxel)
+    assert sizes(inside[0], inside[0], tilted[:, [1, 2, 0, 3]])["mm2"] == pytest.approx(30 * voxel)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,6 +285,7 @@ def joined(tmp_path_factory):
 
 def test_one_atlas_alone_gives_no_doubt(joined):
     head, *lines = (joined / "out/labels.tsv").read_text().splitlines()
+    assert head.split("\t") == ["image", "label", "mm2", "doubt", "dice"]
     at = head.split("\t").index("doubt")
     assert lines and {line.split("\t")[at] for line in lines} == {"n/a"}
     [row] = json.loads((joined / "out/results.json").read_text())["pairs"]
