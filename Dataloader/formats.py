@@ -32,6 +32,7 @@ UNEVEN = 0.02  # most by which a step between slices may differ from the mean st
 # between the sequences with the positions, whose number of bytes is group 1 or, in files without types, group 2.
 PER_FRAME, PIXELS = b"\x00\x52\x30\x92", b"\xe0\x7f\x10\x00"
 POSITION = re.compile(rb"\x20\x00\x13\x91.{12,16}?\x20\x00\x32\x00(?:DS(..)|(....))", re.S)
+STEPS = ("0018|0088", "3004|000c")  # tags of the spacing between the frames of a DICOM file, and of their offsets
 WRITTEN = (".nrrd", ".mha")  # the others keep their voxels in a second file
 NUMBERS = {"sitkInt8": "int8", "sitkUInt8": "uint8", "sitkInt16": "int16", "sitkUInt16": "uint16",
            "sitkInt32": "int32", "sitkUInt32": "uint32", "sitkInt64": "int64", "sitkUInt64": "uint64",
@@ -168,6 +169,8 @@ def open_itk(path):
         size, places = (*size[:2], count), [header.GetOrigin() for header in headers]
     elif size[2:] > (1,) and (os.path.isdir(path) or Path(path).suffix.lower() == ".dcm"):
         places = _places_of_frames(files[0])
+        if not places and first.GetSpacing()[2] == 1 and not any(map(first.HasMetaDataKey, STEPS)):
+            places = [first.GetOrigin()] * size[2]  # angiography, ultrasound: ITK takes steps of 1 mm
     if places and size[2:] == (len(places),):  # they give the third axis: a tilted gantry shears the affine
         affine[:3, 2:] = TO_LPS[:3, :3] @ np.transpose([_step_between(path, places), places[0]])
     types, kinds = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}, {h.GetPixelID() for h in headers}

@@ -10,7 +10,11 @@ from pydicom.uid import (
     CTImageStorage,
     EnhancedCTImageStorage,
     ExplicitVRLittleEndian,
+    NuclearMedicineImageStorage,
+    RTDoseStorage,
     RTStructureSetStorage,
+    UltrasoundMultiFrameImageStorage,
+    XRayAngiographicImageStorage,
     generate_uid,
 )
 
@@ -125,6 +129,28 @@ def test_frames_that_are_no_even_stack_are_refused(tmp_path, volume, order, said
     write_frames(tmp_path / "scan.dcm", volume, ORIGIN + np.outer(order, np.cross(ROW, COLUMN) * 2.5))
     with pytest.raises(InputError, match=f"scan.dcm: .*{said}"):
         read_header(tmp_path / "scan.dcm")
+
+
+@pytest.mark.parametrize("kind, tags, step", [
+    (XRayAngiographicImageStorage, {}, None), (UltrasoundMultiFrameImageStorage, {"SliceThickness": 3}, None),
+    (NuclearMedicineImageStorage, {"SpacingBetweenSlices": 2.5}, 2.5),
+    (NuclearMedicineImageStorage, {"SpacingBetweenSlices": 1}, 1),
+    (RTDoseStorage, {"GridFrameOffsetVector": [0, 1, 2, 3, 4, 5]}, 1)],
+    ids=["angiogram", "ultrasound", "tomogram", "tomogram of 1 mm", "dose of 1 mm"])
+def test_frames_without_positions_need_a_spacing(tmp_path, volume, kind, tags, step):
+    """ITK takes steps of 1 mm for those that have none."""
+    item = image_of(kind)
+    item.Columns, item.Rows, item.NumberOfFrames = volume.shape
+    item.PixelData = volume.T.astype("<i2").tobytes()
+    for name, value in tags.items():
+        setattr(item, name, value)
+    pydicom.dcmwrite(tmp_path / "run.dcm", item, enforce_file_format=True)
+    if step:
+        shape, affine = read_header(tmp_path / "run.dcm")
+        assert shape == volume.shape and np.linalg.norm(affine[:3, 2]) == step
+        return
+    with pytest.raises(InputError, match="run.dcm: all slices lie at one place, as in a time series or without pos"):
+        read_header(tmp_path / "run.dcm")
 
 
 def test_folders_of_a_study_are_its_volumes(tmp_path, volume):
