@@ -162,7 +162,7 @@ def open_itk(path):
     size, affine = first.GetSize(), affine_of(first)
     if Path(path).suffix.lower() == ".dcm" and size[2:] == (1,) and not os.path.isdir(path):
         raise InputError(f"{path}: this is one slice of a DICOM series; give the folder with all of its slices. "
-                         "A single image, such as an X-ray, needs a folder of its own and --dims 2.")
+                         "A single image, such as an X-ray, needs a folder of its own: give that folder.")
     places = []
     if count > 1:
         _require_one_stack(path, headers)

@@ -212,7 +212,8 @@ def test_what_is_no_whole_volume_is_one_sentence(tmp_path, volume):
     with pytest.raises(InputError, match="two: the folder has 2 DICOM series; put each into its own folder"):
         read_header(folder)
     write_slice(tmp_path / "one.dcm", volume[:, :, 0].T, 0)
-    with pytest.raises(InputError, match="one.dcm: this is one slice of a DICOM series; give the folder with all"):
+    with pytest.raises(InputError, match="one.dcm: this is one slice of a DICOM series; give the folder with all .* an "
+                                         "X-ray, needs a folder of its own: give that folder.$"):
         read_header(tmp_path / "one.dcm")
     folder = write_series(tmp_path / "turned", volume)
     write_slice(folder / "IM000", volume[:, :5, 0].T, 0)
