@@ -597,8 +597,9 @@ def read_field(path, dims=3):
                          "millimetres (ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
     require_one_plane(path, shape, dims)
     affine = read_affine(path, image, dims)
-    vectors = read_voxels(path, image).reshape(*shape[:3], 3)
+    vectors = read_voxels(path, image).reshape(*shape[:3], shape[-1])
     require_finite(path, vectors)
+    vectors = np.pad(vectors, [(0, 0)] * 3 + [(0, 3 - shape[-1])]) if shape[-1] < 3 else vectors
     field = np.empty((dims, *shape[:dims]), np.float32)
     for slab in slabs(shape[:dims]):
         part = vectors[slab].astype(np.float64)
@@ -611,8 +612,11 @@ def read_field(path, dims=3):
 
 
 def is_in_mm(shape):
-    """Whether the shape of a file is that of a field in millimetres (ITK, ANTs), not in voxels (Learn2Reg)."""
-    return len(shape) == 5 and tuple(shape[3:]) == (1, 3)
+    """Whether the shape of a file is that of a field in millimetres (ITK, ANTs), not in voxels (Learn2Reg).
+
+    In 2D, ITK and ANTs write two numbers for each voxel of one plane.
+    """
+    return len(shape) == 5 and (tuple(shape[3:]) == (1, 3) or tuple(shape[2:]) == (1, 1, 2))
 
 
 def _require_ours(path, header):

@@ -393,6 +393,26 @@ def test_ants_takes_our_files_as_they_are(far_apart, tmp_path, capsys):
     assert np.abs(np.load(tmp_path / "affine.mat.npy") - turned)[inside].max() < 1e-3 * np.ptp(warped)
 
 
+@pytest.mark.parametrize("direction", [(1, 0, 0, 1), (-1, 0, 0, 1), (0.8, -0.6, 0.6, 0.8)],
+                         ids=["LP", "RP", "turned"])
+def test_a_field_of_itk_in_two_dimensions_as_nifti(tmp_path, direction):
+    """Its two numbers are along ITK's axes: a voxel goes where SimpleITK takes it."""
+    vectors = np.random.default_rng(0).normal(size=(9, 8, 2))
+    image = sitk.GetImageFromArray(vectors, isVector=True)
+    image.SetSpacing([1.5, 2.0])
+    image.SetOrigin([-7.0, 4.0])
+    image.SetDirection(direction)
+    sitk.WriteImage(image, str(tmp_path / "field.nii.gz"))
+    with refused("field.nii.gz", "single plane; for 2D volumes add --dims 2"):
+        read_any_field(tmp_path / "field.nii.gz")
+    field, affine = read_any_field(tmp_path / "field.nii.gz", 2)
+    transform = sitk.DisplacementFieldTransform(sitk.Cast(image, sitk.sitkVectorFloat64))
+    for place in ((0, 0), (3, 5), (7, 8)):
+        at = image.TransformIndexToPhysicalPoint(place)
+        ours = affine[:2, :2] @ (place + field[:, place[0], place[1]]) + affine[:2, 3]
+        np.testing.assert_allclose(ours, np.negative(transform.TransformPoint(at)), atol=1e-5)
+
+
 def test_a_field_of_itk_in_two_dimensions(tmp_path):
     vectors = np.random.default_rng(0).normal(size=(9, 8, 2))
     image = sitk.GetImageFromArray(vectors, isVector=True)
