@@ -30,6 +30,8 @@ from Runtime.files import require_file, write_file
 FIELDS = (".nii.gz", ".nii", ".h5")
 MATRICES = (".mat", ".txt", ".tfm", ".lta")
 AFFINE_NAME = "AffineTransform_double_3_3"
+RIGID = {"Euler2DTransform": (3, 2), "Similarity2DTransform": (4, 2), "Euler3DTransform": (6, 3),
+         "VersorRigid3DTransform": (6, 3), "Similarity3DTransform": (7, 3)}  # of ITK: number of parameters, of axes
 VOX_TO_VOX, RAS_TO_RAS = 0, 1  # FreeSurfer's types of transform in a .lta file
 
 
@@ -131,12 +133,14 @@ def _from_itk(path, name, parameters, centre):
     kind, dims = name.split("_")[0], len(centre)
     if kind in ("AffineTransform", "MatrixOffsetTransformBase") and len(parameters) == dims * (dims + 1):
         linear, shift = parameters[:dims * dims].reshape(dims, dims), parameters[dims * dims:]
-    elif kind in ("Euler3DTransform", "VersorRigid3DTransform", "Similarity3DTransform"):
-        if len(parameters) != (7 if kind.startswith("Similarity") else 6) or len(centre) < 3:
+    elif kind in RIGID:
+        count, dims = RIGID[kind]
+        if len(parameters) != count or len(centre) < dims:
             raise InputError(f"{path}: {name} has {len(parameters)} parameters and a centre of {len(centre)}, so the "
                              "file is cut off; export it again.")
         zyx = len(centre) > 3 and bool(centre[3])  # Euler3D has a flag after the centre
-        linear, shift, centre = _rotation(kind, parameters, zyx), parameters[3:6], centre[:3]
+        shift = parameters[3:6] if dims == 3 else parameters[-2:]
+        linear, centre = _rotation(kind, parameters, zyx), centre[:dims]
     elif kind == "TranslationTransform":
         linear, shift, centre = np.eye(len(parameters)), parameters, np.zeros(len(parameters))
     else:
@@ -148,7 +152,13 @@ def _from_itk(path, name, parameters, centre):
 
 
 def _rotation(kind, parameters, zyx=False):
-    """The 3x3 of an ITK rigid transform: Euler angles (applied y, x, z; with zyx x, y, z), or a versor with a scale."""
+    """The 3x3 of an ITK rigid transform: Euler angles (applied y, x, z; with zyx x, y, z), or a versor with a scale.
+
+    In 2D the 2x2 of an angle, with a scale before it.
+    """
+    if kind in ("Euler2DTransform", "Similarity2DTransform"):
+        sine, cosine = np.sin(parameters[-3]), np.cos(parameters[-3])
+        return np.prod(parameters[:-3]) * np.array([[cosine, -sine], [sine, cosine]])  # without a scale, times 1
     if kind == "Euler3DTransform":
         (sx, sy, sz), (cx, cy, cz) = np.sin(parameters[:3]), np.cos(parameters[:3])
         about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])

@@ -85,12 +85,16 @@ def test_our_matrix_is_read_by_itk_and_by_us(tmp_path):
     np.testing.assert_allclose(read_matrix(tmp_path / "affine.mat", None, None), matrix, atol=1e-6)
 
 
-def test_a_matrix_of_two_axes(tmp_path):
-    transform = sitk.AffineTransform(2)
-    transform.SetParameters([0.9, 0.1, -0.2, 1.1, 3, -4])
+@pytest.mark.parametrize("suffix", [".tfm", ".mat"])
+@pytest.mark.parametrize("transform, parameters", [
+    (sitk.AffineTransform(2), [0.9, 0.1, -0.2, 1.1, 3, -4]), (sitk.Euler2DTransform(), [0.3, 3, -4]),
+    (sitk.Similarity2DTransform(), [1.2, 0.3, 3, -4])], ids=["affine", "euler", "similarity"])
+def test_a_matrix_of_two_axes(tmp_path, transform, parameters, suffix):
+    transform.SetParameters(parameters)
     transform.SetCenter((2, 5))
-    sitk.WriteTransform(transform, str(tmp_path / "a.tfm"))
-    matrix = read_matrix(tmp_path / "a.tfm", None, None, 2)
+    path = tmp_path / f"a{suffix}"
+    sitk.WriteTransform(transform, str(path))
+    matrix = read_matrix(path, None, None, 2)
     found = moved(matrix, np.array([[7.0, -8, 6]]))[0]
     assert found == pytest.approx([*np.negative(transform.TransformPoint((-7.0, 8.0))), 6])
 
@@ -155,7 +159,9 @@ def test_nitransforms_writes_what_we_read(tmp_path, pair, suffix, program, movin
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: Euler3DTransform_double_3_3\nParameters: 0 0 0 4 5\n"
      b"FixedParameters: 0 0 0\n", "has 5 parameters and a centre of 3, so the file is cut off"),
     ("A.TFM", b"#Insight Transform File V1.0\nTransform: Similarity3DTransform_double_3_3\nParameters: 0 0 0 1 2 3\n"
-     b"FixedParameters: 0 0 0\n", "so the file is cut off")])
+     b"FixedParameters: 0 0 0\n", "so the file is cut off"),
+    ("a.tfm", b"#Insight Transform File V1.0\nTransform: Euler2DTransform_double_2_2\nParameters: 0 4\n"
+     b"FixedParameters: 0 0\n", "has 2 parameters and a centre of 2, so the file is cut off")])
 def test_what_is_no_matrix_is_one_sentence(tmp_path, pair, name, content, reason):
     fixed, moving, _ = pair()
     if content:
