@@ -494,8 +494,9 @@ def _squeezed_shape(path, shape, dims, channels=None):
         several = ", or set data.channels if its last axis holds the channels of one" if channels else ""
         raise InputError(f"{path}: shape {shape} is not {dims}D; split it into one {dims}D file per volume{several}.")
     if len(kept) < dims or min(kept) < 1:
-        raise InputError(f"{path}: shape {shape} is not {dims}D; check the file, and --dims or model.dims, which "
-                         "is 2 for slices.")
+        slices = ("; slices need model.dims 2 (--set model.dims=2, or in OM_register.py and OM_evaluate.py --dims 2)"
+                  if len(kept) == 2 < dims else "")
+        raise InputError(f"{path}: shape {shape} is not {dims}D; check the file{slices}.")
     return kept
 
 

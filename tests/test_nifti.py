@@ -333,8 +333,9 @@ def test_flipped_bits_in_gz(tmp_path, where):
 
 @pytest.mark.parametrize("read", [read_volume, read_header])
 @pytest.mark.parametrize("shape, dims, reason", [
-    ((5, 6, 7, 4), 3, "not 3D; split it"), ((5, 6, 7), 2, "not 2D; split it"), ((5, 6), 3, "not 3D; check"),
-    ((5, 6, 1), 3, "not 3D; check")])
+    ((5, 6, 7, 4), 3, "not 3D; split it"), ((5, 6, 7), 2, "not 2D; split it"),
+    ((5, 6), 3, "not 3D; check the file; slices need model.dims 2 (--set model.dims=2, or "),
+    ((5, 6, 1), 3, "not 3D; check the file; slices"), ((5,), 2, "not 2D; check the file.")])
 def test_wrong_dimensionality(tmp_path, read, shape, dims, reason):
     path = save(tmp_path / "v.nii.gz", noise(shape, np.int16))
     with pytest.raises(InputError) as caught:
