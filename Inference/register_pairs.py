@@ -212,6 +212,10 @@ def register_pair(pair, folder, earlier):
         point_scores(*points_mm, pair, None, None)
     require_like_channels(pair)
     require_apart(folder, inputs_of(pair, args), Path(args.out), args.learn2reg)
+    for path in (pair["fixed"], pair["moving"]) if is_list(args) else ():
+        if (found := dims_of(path)) != dims:
+            raise InputError(f"{path}: {found}D, but a list has one number of axes, here {dims}, that of the network, "
+                             f"of --dims or of its first volume; put the pairs of {found}D volumes into another list.")
     disp = Path(args.out) / disp_name(pair, dims) if args.learn2reg else None
     labels = [read_own_label(pair, side, dims, args) for side in ("fixed", "moving")]
     with warnings.catch_warnings():

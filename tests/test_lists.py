@@ -342,6 +342,19 @@ def test_a_learn2reg_field_of_others_is_not_replaced(data, tmp_path, capsys):
     assert theirs.read_bytes() == b"theirs", "beside results too"
 
 
+def test_slices_and_volumes_do_not_share_a_list(data, tmp_path, capsys):
+    for name in ("a", "b"):
+        write_volume(data / f"{name}.nii.gz", make_subject(ord(name), (12, 13), dims=2)["image"], np.eye(4))
+    lines = ["fixed,moving,name", "a.nii.gz,b.nii.gz,flat", "sub-00_T1w.nii.gz,sub-01_T1w.nii.gz,thick"]
+    for first, said in ((1, "sub-00_T1w.nii.gz: 3D, but a list has one number of axes, here 2, that of the network, of "
+                            "--dims or of its first volume; put the pairs of 3D volumes into another list."),
+                        (2, "a.nii.gz: 2D, but a list has one number of axes, here 3")):
+        (data / "pairs.csv").write_text("\n".join([lines[0], lines[first], lines[3 - first]]))
+        assert call("--pairs", data / "pairs.csv", "--out", tmp_path / str(first)) == 43
+        assert said in capsys.readouterr().err
+        assert len(read_results(tmp_path / str(first))["pairs"]) == 1
+
+
 def test_channels_of_one_side_alone_are_refused_instead_of_mixed(data, tmp_path, capsys):
     volumes, sides = [data / f"sub-0{number}_T1w.nii.gz" for number in range(4)], ("fixed", "moving")
     pairs = [{"name": name, **dict(zip(sides, volumes)), **dict(zip(keys, volumes[2:]))} for name, *keys in (
