@@ -78,7 +78,8 @@ def shape_of(path):
         raise InputError(f"{path}: a series has to be one NIfTI file; convert it.")
     image = open_nifti(path)
     if len(image.shape) != 4 or image.shape[3] < 2 or min(image.shape[:3]) < 2:
-        raise InputError(f"{path}: shape {image.shape} is not a series of volumes (D, H, W, frames).")
+        raise InputError(f"{path}: shape {image.shape} is not a series of volumes (D, H, W, frames); series of "
+                         "slices are not supported.")
     return image.shape, read_affine(path, image, 3)
 
 

@@ -237,6 +237,9 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
     write_volume(tmp_path / "flat.nii.gz", image, AFFINE)
     assert run("motion", "--series", tmp_path / "flat.nii.gz", "--out", tmp_path / "out") == 43
     assert "is not a series of volumes" in capsys.readouterr().err
+    write_volume(tmp_path / "cine.nii.gz", np.stack([image[..., :1]] * 3, -1), AFFINE)
+    assert run("motion", "--series", tmp_path / "cine.nii.gz", "--out", tmp_path / "out") == 43
+    assert "(D, H, W, frames); series of slices are not supported." in capsys.readouterr().err
 
 
 def test_frames_that_could_not_be_aligned_do_not_count_in_the_mean(tmp_path):
