@@ -118,7 +118,7 @@ def resample(volumes, change, size, padding="zeros"):
     volumes: (B, C, *spatial). change: from voxels of the other grid to theirs, as for `then_affine`. size: of the other
     grid. padding: what lies outside, see `warp`. Returns: (B, C, *size) float32.
     """
-    there = then_affine(torch.zeros(1, len(size), *size, device=volumes.device), change)
+    there = then_affine(torch.zeros(1, len(size), *size, dtype=torch.float32, device=volumes.device), change)
     return warp(volumes, there.expand(len(volumes), *there.shape[1:]), padding=padding)
 
 
@@ -250,12 +250,12 @@ def jacobian_determinant(field):
 
 def _unit_vectors(device):
     """Those of three axes, (1, 3, 1, 1, 1) each."""
-    return torch.eye(3, device=device).view(3, 1, 3, 1, 1, 1).unbind()
+    return torch.eye(3, dtype=torch.float32, device=device).view(3, 1, 3, 1, 1, 1).unbind()
 
 
 def _slopes(n, device):
     """(n, n) matrix M such that M x is torch.gradient(x): where an accelerator takes it as one product."""
-    return torch.gradient(torch.eye(n, device=device), dim=0)[0]
+    return torch.gradient(torch.eye(n, dtype=torch.float32, device=device), dim=0)[0]
 
 
 def determinant(vectors):
@@ -280,7 +280,7 @@ def affine_field(matrix, size):
     """
     dims = len(size)
     axes = constant(_centred, tuple(map(int, size)), device=matrix.device)
-    change = matrix[:, :, :dims].float() - torch.eye(dims, device=matrix.device)
+    change = matrix[:, :, :dims].float() - torch.eye(dims, dtype=torch.float32, device=matrix.device)
     if accelerated(matrix):
         # Axis by axis: the gradient of one product over all voxels would be a sum on a few processors (17 ms at 128^3).
         parts = [change[:, :, i].view(-1, dims, *[1] * dims) * axis.view([-1 if k == i else 1 for k in range(dims)])

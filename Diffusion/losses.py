@@ -72,7 +72,7 @@ def regularity(field, waiver=0.0, folding_weight=1.0):
 
 def _band(n, window, device):
     """(n, n) matrix M such that M x is the mean of x over the `window` neighbours, as many of them as there are."""
-    band = torch.ones(n, n, device=device).triu(-(window // 2)).tril(window // 2)
+    band = torch.ones(n, n, dtype=torch.float32, device=device).triu(-(window // 2)).tril(window // 2)
     return band / band.sum(1, keepdim=True)
 
 

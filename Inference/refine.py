@@ -222,11 +222,12 @@ def deformed_at_level(small, field, count, weight, cfg, tick):
     size, device = small["fixed"].shape[2:], small["fixed"].device
     stride = cfg["refine.stride"] or (1 if size.numel() <= SMALL else 2)
     control = [min(max(-(-n // stride), 2), n) for n in size]
-    field = torch.zeros(1, len(size), *control, device=device) if field is None else resize_field(field, control)
+    options = {"dtype": torch.float32, "device": device}
+    field = torch.zeros(1, len(size), *control, **options) if field is None else resize_field(field, control)
     ratio = [(c - 1) / max(n - 1, 1) for c, n in zip(control, size)]
     to_control = [onto_control_grid(n, c, cfg["refine.smooth"] * r, device) for n, c, r in zip(size, control, ratio)]
     spread = [gaussian(c, weight ** 0.5 * r, device) for c, r in zip(control, ratio)]
-    parts, lines = slabs(size), torch.eye(size[0], device=device) if to_control[0] is None else to_control[0]
+    parts, lines = slabs(size), torch.eye(size[0], **options) if to_control[0] is None else to_control[0]
     statistics = None
     if len(parts) == 1 and small["moving_mask"] is None and cfg["registration.similarity"] in CORRELATION:
         statistics = window_statistics(small["fixed"][:, :small["compared"]], cfg["refine.window"], small["fixed_mask"])
@@ -337,7 +338,7 @@ def force(warped, weight, pair, statistics, cfg, mean_of_all=True):
         overlap = slope_of(lambda seen: soft_dice(seen, there, there.new_ones(there.shape[:2])).mean(),
                            warped[:, compared:])
         by_value = torch.cat([by_value, cfg["refine.structures"] * overlap], dim=1)
-    total = torch.zeros(1, warped.dim() - 2, *warped.shape[2:], device=warped.device)
+    total = torch.zeros(1, warped.dim() - 2, *warped.shape[2:], dtype=torch.float32, device=warped.device)
     for channel in range(by_value.shape[1]):
         for axis in range(total.shape[1]):
             add_slope_(total[:, axis], warped[:, channel], axis + 1, by_value[:, channel])

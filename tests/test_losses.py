@@ -1,11 +1,23 @@
 """Losses against analytic values, known-bad fields and their gradients."""
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from Diffusion.fields import affine_field, identity, jacobian_determinant, side_lengths
-from Diffusion.losses import conditional_means, folding, info_nce, recovery_terms, regularity, roughness
+from Diffusion.fields import affine_field, exponential, identity, jacobian_determinant, side_lengths
+from Diffusion.losses import (
+    conditional_means,
+    folding,
+    info_nce,
+    local_correlation,
+    mapped_correlation,
+    mind,
+    recovery_terms,
+    regularity,
+    roughness,
+)
+from Inference.registration import register
 from tests.inverse import invert
 
 
@@ -65,6 +77,27 @@ def test_losses_are_float32_under_autocast(size):
         with torch.autocast("cpu", torch.bfloat16):
             under = loss()
         assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(under, loss()))
+
+
+@pytest.mark.parametrize("sides", [(27, 23), (15, 17, 19)])  # of no other test: constants are kept
+def test_under_another_default_dtype_everything_is_the_same(sides):
+    """Fields, losses and a registration are float32; a default of float64 ended them, or made them float64."""
+    def results():
+        generator, options = torch.Generator().manual_seed(0), {"dtype": torch.float32}
+        one, other = torch.rand(2, 1, 1, *sides, generator=generator, **options)
+        field = torch.randn(1, len(sides), *sides, generator=generator, **options)
+        found = [local_correlation(one, other, weight=weight) for weight in (None, other)]
+        found += [*recovery_terms(field, field), regularity(field), mapped_correlation(one, other), mind(one, other)]
+        found += [exponential(field), affine_field(torch.eye(len(sides), len(sides) + 1, **options)[None], sides)]
+        pair = ((each[0, 0].numpy(), np.eye(4)) for each in (one, other))
+        return [*found, torch.from_numpy(register(*pair, affine=False, refine=2, device="cpu").field)]
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        doubles = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(doubles, results(), strict=True))
 
 
 def test_recovery_of_constant_fields_is_analytic(size):
