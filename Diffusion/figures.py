@@ -26,8 +26,9 @@ def turn_to_screen(images, labels, field, affine, body=None):
     """All volumes with three axes that run to the left, to the back and to the feet, as radiologists view slices.
 
     Oblique axes count as the nearest of these. 2D images get a third axis of one voxel; their first axis runs right,
-    their second up. images, labels: {word: (D, H, W) or (H, W)}, on one grid. field: (N, *spatial) in voxels. affine:
-    4x4. body: booleans (*spatial), where the field is kept; None for everywhere.
+    their second up, or down if it runs to the back or to the feet, as in DICOM files and those of SimpleITK.
+    images, labels: {word: (D, H, W) or (H, W)}, on one grid. field: (N, *spatial) in voxels. affine: 4x4. body:
+    booleans (*spatial), where the field is kept; None for everywhere.
     Returns: dict of images, labels, determinant, field (its components along these axes; NaN outside of the body),
     shape, and spacing in mm.
     """
@@ -43,9 +44,10 @@ def turn_to_screen(images, labels, field, affine, body=None):
 
 def _screen_axes(affine, dims):
     """Which axis of a volume is each of the screen's, and its sign there: two arrays of three."""
-    if dims == 2:
-        return np.array([0, 1, 2]), np.array([1, -1, 1])
     of_axes = orientations.io_orientation(affine)
+    if dims == 2:
+        axis, sign = of_axes[1]
+        return np.array([0, 1, 2]), np.array([1, 1 if axis > 0 > sign else -1, 1])
     order = np.argsort(of_axes[:, 0])
     return order, -of_axes[order, 1].astype(int)  # nibabel counts to the right, to the front and to the head
 
@@ -100,10 +102,12 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
     words = ("moving", "fixed", "warped")
     images = {word: _array(image) for word, image in zip(words, (moving, fixed, warped))}
     labels = {word: _array(label) for word, label in zip(words, labels or ())}
-    turned = turn_to_screen(images, labels, _array(field), np.eye(4) if affine is None else affine, body)
+    affine = np.eye(4) if affine is None else affine
+    turned = turn_to_screen(images, labels, _array(field), affine, body)
     shape, spacing, determinant = turned["shape"], turned["spacing"], turned["determinant"]
     facts = f"min determinant {determinant.min():.3g}, folded {100 * (determinant <= 0).mean():.4g} % of voxels"
-    figure, axes = _layout(shape, spacing, [*textwrap.wrap(title, 115), facts], by_headers)
+    figure, axes = _layout(shape, spacing, [*textwrap.wrap(title, 115), facts], by_headers,
+                           "\u2191" if _screen_axes(affine, np.ndim(fixed))[1][1] < 0 else "\u2193")
     columns = [middle_slices(image) for image in turned["images"].values()]
     columns += [[np.abs(a - b) for a, b in zip(columns[1], columns[other])] for other in (0, 2)]
     of_moving = _limits(columns[0])
@@ -192,10 +196,11 @@ def _limits(slices):
     return low, high if high > low else low + max(1.0, abs(low) * 1e-3)
 
 
-def _layout(shape, spacing, heading, by_headers):
+def _layout(shape, spacing, heading, by_headers, second):
     """The figure with its texts, and the axes as an array (rows, columns). One mm is as long in all rows.
 
-    shape, spacing: of `turn_to_screen`. heading: lines of text. All lengths are inches, but for the spacing.
+    shape, spacing: of `turn_to_screen`. heading: lines of text. second: an arrow, where the second axis of a 2D image
+    runs. All lengths are inches, but for the spacing.
     """
     planes, extent = [PLANES[axis] for axis in _across(shape)], np.multiply(shape, spacing)
     widest = max(extent[right] for _, right, _, _ in planes)
@@ -218,7 +223,7 @@ def _layout(shape, spacing, heading, by_headers):
             bottom -= size + GAP * (row > 0)
             axes[row, column] = figure.add_axes([left / width, bottom / height, CELL / width, size / height])
             if column == 0:
-                text = "first \u2192\nsecond \u2191"  # axes of an image
+                text = f"first \u2192\nsecond {second}"  # axes of an image
                 if len(planes) > 1:
                     at = f"{shape[row] // 2 + 1}/{shape[row]}"  # as the viewer counts slices
                     text = "{}\n{}\n{} \u2192 {}\n{} \u2193 {}".format(planes[row][0], at, *planes[row][3])

@@ -104,6 +104,24 @@ def test_slices_have_the_right_side_on_the_left_and_the_head_up(size):
         assert image.origin == "upper"
 
 
+@pytest.mark.parametrize("second, down", [((0, -1, 0), True), ((0.1, 0.3, -0.9), True), ((0, 1, 0), False),
+                                          ((0, 0, 1), False), ((-1, 0, 0), False)],
+                         ids=["back", "feet", "front", "head", "left"])
+def test_a_slice_whose_second_axis_runs_to_the_back_or_to_the_feet_is_drawn_downwards(second, down):
+    """As a DICOM viewer shows an X-ray, whose world is ITK's."""
+    moving, fixed, warped, field, _ = pair((20, 28))
+    first = np.roll(np.eye(3)[np.abs(second).argmax()], 1)
+    affine = np.eye(4)
+    affine[:3, :3] = np.stack([first, second, np.cross(first, second)], axis=1)
+    figure = registration_figure(moving, fixed, warped, field, affine=affine)
+    shown = np.s_[:, :] if down else np.s_[:, ::-1]
+    np.testing.assert_array_equal(figure.axes[1].images[0].get_array(), fixed.numpy()[shown].T)
+    assert ("first \u2192\nsecond \u2193" if down else "first \u2192\nsecond \u2191") in [
+        text.get_text() for text in figure.texts]
+    moved = turn_to_screen({}, {}, field.numpy(), affine)["field"][..., 0]
+    np.testing.assert_array_equal(moved, np.stack([field[0], field[1] if down else -field[1]])[:, *shown])
+
+
 def test_however_a_volume_is_stored_its_picture_is_the_same():
     size, affine = (14, 17, 10), np.diag([1, 0.8, 4, 1])
     moving, fixed, warped, field, labels = pair(size)
