@@ -53,9 +53,9 @@ def rescale(array, bottom, top):
 def is_singular(affine):
     """Whether an array is no affine of a volume: not 4x4 or finite, or with axes in one plane. Voxels have any size.
 
-    Nor is a transposed one, whose last row is not 0 0 0 1.
+    Nor is a transposed one, whose last row is not 0 0 0 1 to within rounding in single precision.
     """
-    if affine.shape != (4, 4) or not np.isfinite(affine).all() or not np.allclose(affine[3], [0, 0, 0, 1]):
+    if affine.shape != (4, 4) or not np.isfinite(affine).all() or not np.allclose(affine[3], [0, 0, 0, 1], atol=1e-4):
         return True
     lengths = np.linalg.norm(affine[:3, :3], axis=0)
     return lengths.min() == 0 or abs(np.linalg.det(affine / [*lengths, 1])) < 1e-6

@@ -14,6 +14,7 @@ from scipy.io.matlab import MatReadError
 
 from Dataloader import formats
 from Dataloader.formats import TO_LPS
+from Dataloader.grids import is_singular
 from Dataloader.nifti import (
     ends_in,
     from_itk,
@@ -74,8 +75,9 @@ def read_matrix(path, fixed, moving, dims=3):
 
 
 def _require_invertible(path, matrix):
-    if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
-        raise InputError(f"{path}: its matrix {matrix.round(4).tolist()} cannot be inverted; compute it again.")
+    if is_singular(matrix):
+        raise InputError(f"{path}: its matrix {matrix.round(4).tolist()} cannot be inverted, or its last row is not "
+                         "0 0 0 1; compute it again.")
 
 
 def write_matrix(path, matrix):

@@ -180,7 +180,7 @@ def checked_affine(affine, name):
     if is_singular(affine):
         shown = affine.tolist() if affine.size <= 16 else f"of shape {affine.shape}"
         raise InputError(f"{name}: the affine {shown} is not an invertible 4x4 matrix with the last row 0 0 0 1; give "
-                         "that of the volume, not transposed.")
+                         "that of the volume.")
     return affine
 
 

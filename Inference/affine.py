@@ -416,7 +416,7 @@ def _slope(starts, parameters, level, similarity):
         maps, strain = _matrix(starts, parameters, level)
         maps, penalty = _in_voxels(maps, level), _penalty(strain, similarity)
         # A graph holds what is attainable as a number, so a batch with another one must not replay it.
-        found = graphs.run(level["graphs"], f"the affine part by {similarity} similarity",
+        found = graphs.run(level["graphs"], f"a comparison of the affine part ({similarity})",
                            lambda given: _alike_and_slope(given["maps"], level, similarity),
                            {"maps": maps.detach().to(level["fixed"].device), "attainable": level["attainable"]}).cpu()
         alike, slope = found[:len(maps)], found[len(maps):].view_as(maps).to(maps.dtype)

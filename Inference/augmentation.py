@@ -65,8 +65,6 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     if not isinstance(seed, numbers.Integral) or not isinstance(draw, numbers.Integral):
         raise InputError(f"seed and draw must be whole numbers, not {seed!r} and {draw!r}.")
     affine = np.eye(4) if affine is None else checked_affine(affine, "image")
-    if not isinstance(stride, numbers.Integral) or stride < 1:
-        raise InputError(f"stride must be a whole number of 1 or more, not {stride!r}.")
     net, cfg = deformed_by(model, cfg, image.ndim, device)
     device = next(net.parameters()).device if isinstance(net, torch.nn.Module) else device
     rng_key = (seed, subject_number(subject), draw)
@@ -101,6 +99,8 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
     draw), ints. condition: (1, C + 1, *size) on the training grid, from `show`, or None. Others as in `augment`.
     Raises InputError for an image or a start that does not fit the config.
     """
+    if not isinstance(stride, numbers.Integral) or stride < 1:
+        raise InputError(f"stride must be a whole number of 1 or more, not {stride!r}.")
     dims = cfg["model.dims"]
     if image.ndim != dims:
         raise InputError(f"image: shape {image.shape} is not {dims}D, which model.dims requires; give a {dims}D "

@@ -49,7 +49,7 @@ class RandDeformationd(Base):
         self.prob, self.start, self.stride, self.field_key = prob, start, stride, field_key
         # Without either, the config is that of each sample's number of axes.
         dims = cfg.get("model.dims", 3) if isinstance(cfg, dict) else 3
-        self.net, self.cfg = (None, None) if model is None and cfg is None else deformed_by(model, cfg, dims)
+        self.net, self.cfg = (None, None) if model is None and not cfg else deformed_by(model, cfg, dims)
         self.allow_missing_keys, self.worker_seed = allow_missing_keys, None
         self.set_random_state(seed)
 
@@ -80,7 +80,8 @@ class RandDeformationd(Base):
         if not entries or not (self.chosen or self.field_key):
             return result
         first = entries[0][0]
-        shape = shape_of_entry(data, first)
+        shape = shape_of_entry(data, first)[1:]
+        warn_of_channels(first, shape_of_entry(data, first))
         for key, _ in entries:
             require_grid_of(data, first, key)
         if not self.chosen:
@@ -129,10 +130,8 @@ class Registerd:
                  start="auto", device="auto", config=None, field_key=None, allow_missing_keys=False):
         self.fixed_key, self.moving_key, self.field_key = fixed_key, moving_key, field_key
         self.keys, self.modes = check_modes(mode, moving_key if keys is None else keys)
-        model = loaded(model)
         self.options = {"model": model, "affine": affine, "refine": refine, "start": start, "device": device,
                         "config": config}
-        self.channels = 1 if model is None else model[1]["data.channels"]
         self.allow_missing_keys = allow_missing_keys
 
     @own_settings()
@@ -146,11 +145,14 @@ class Registerd:
         for key in self.keys:
             if key in data:
                 require_grid_of(data, self.moving_key, key)
-        shape_of_entry(data, self.fixed_key)
+        warn_of_channels(self.fixed_key, shape_of_entry(data, self.fixed_key))
+        # Once, and not before a DataLoader has started its workers.
+        model = self.options["model"] = loaded(self.options["model"], self.options["device"])
+        channels = 1 if model is None else model[1]["data.channels"]
         fixed_affine, moving_affine = (affine_of(data, key) for key in (self.fixed_key, self.moving_key))
         fixed, moving = plain(data[self.fixed_key]), plain(data[self.moving_key])
         found = register((fixed[0], fixed_affine), (moving[0], moving_affine), **self.options,
-                         fixed_channels=fixed[1:self.channels], moving_channels=moving[1:self.channels])
+                         fixed_channels=fixed[1:channels], moving_channels=moving[1:channels])
         for key, mode in zip(self.keys, self.modes):
             if key not in data:
                 continue
@@ -179,20 +181,26 @@ def place(result, key, array, fixed_key, fixed_affine):
 
 
 def shape_of_entry(data, key):
-    """The shape (*spatial) of an entry (C, *spatial). Raises InputError for one that is no such array."""
-    shape = tuple(as_array(data[key], f"the entry {key}", "load it first (LoadImaged)").shape)
+    """The shape (C, *spatial) of an entry. Raises InputError for one that is no such array."""
+    value = data[key]
+    value = value if hasattr(value, "shape") else as_array(value, f"the entry {key}", "load it first (LoadImaged)")
+    shape = tuple(value.shape)
     if len(shape) not in (3, 4):
         raise InputError(f"{key}: shape {shape} is neither (C, D, H, W) nor (C, H, W); put the channels first "
                          "(EnsureChannelFirstd), without an axis for the batch.")
+    return shape
+
+
+def warn_of_channels(key, shape):
+    """Warn of a shape (C, H, W) that is probably that of a volume without channels."""
     if len(shape) == 3 and min(shape) >= LIKE_A_SIDE:
         warnings.warn(f"{key}: shape {shape} is taken for {shape[0]} channels of a 2D image; a volume needs an axis "
-                      "for its channels in front (EnsureChannelFirstd).", stacklevel=3)
-    return shape[1:]
+                      "for its channels in front (EnsureChannelFirstd).", stacklevel=4)  # past own_settings
 
 
 def require_grid_of(data, first, key):
     """Raise InputError unless an entry has the grid of the first one; its shape, if one of them has no affine."""
-    shape, first_shape = (shape_of_entry(data, name) for name in (key, first))
+    shape, first_shape = (shape_of_entry(data, name)[1:] for name in (key, first))
     if shape != first_shape:
         raise InputError(f"{key}: shape {shape} is not that of {first}, {first_shape}; bring both to one grid.")
     if any(own_affine(data, name) is None for name in (key, first)):

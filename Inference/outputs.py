@@ -130,14 +130,17 @@ def save(result, folder):
     dims = result.fixed.array.ndim
     settings = {"config": {"model.dims": dims}, "from_memory": [path.name for path in given]}
     make_folder(folder)
-    write_results(folder, [], [], settings, complete=False)  # after an interruption the files are still of a save
+    # After an interruption the files are still of a save.
+    write_results(folder, [], [], {**settings, "from_memory": [*settings["from_memory"], *written]}, complete=False)
+    mine = {os.path.realpath(path) for path in files.values()}
+    for path in (folder / os.path.basename(name) for name in written):
+        if os.path.realpath(path) not in mine:
+            path.unlink(missing_ok=True)
     for key, volume in volumes.items():
         if not volume.path:
             whole = volume.dtype is not None and volume.dtype.kind in "iu"
             write_volume(files[key], rounded(volume.array, volume.dtype) if whole else volume.array, volume.affine,
                          volume.header)
-    for name in set(written) - {path.name for path in map(Path, files.values())}:
-        (folder / os.path.basename(name)).unlink(missing_ok=True)
     pair = {"name": f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}", **files}
     rows = [{**write_row(folder, folder, pair, result), "source": source_digests(pair)}]
     write_report(folder, rows, [], "omnimorph.register", dims)

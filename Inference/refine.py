@@ -84,31 +84,37 @@ def refine(pair, field, steps, cfg, progress=False):
         if weight == "auto":
             two_modalities = cfg["registration.similarity"] in OF_TWO_MODALITIES
             weight = OTHER_MEASURE if two_modalities else inferred_weight(pair, field, cfg)
+        unmoved = None if field is not None else alike_unmoved(pair, cfg)
         for share in SHORTER:
-            bar.reset()
+            if share < 1:
+                bar.reset()
+                bar.set_description("refining, shorter steps")
             shorter = {**cfg, "refine.step": share * cfg["refine.step"]}
             found = deformed(pair, field, level_steps(size, steps, cfg), weight, shorter, bar.update)
             found = resize_field(found, size)
-            if field is not None or not is_worse(pair, found, cfg):
+            if unmoved is None or correlation_under(unmoved[0], found, cfg) >= unmoved[1]:
                 return found, weight
         return torch.zeros_like(found), weight
 
 
-def is_worse(pair, found, cfg):
-    """Whether the images of a small pair are alike without a deformation, and less so under the field found.
+def alike_unmoved(pair, cfg):
+    """A small pair at full size, from `pair_at_level`, and its similarity without a deformation; or None.
 
-    Every step has the same length, also where little or nothing is left to find: a volume would be moved away from
-    itself, by a tenth of a voxel on average in one of 24^3, and a change between two scans that moves nothing by more
-    than that would drown. Shorter steps find it. In large volumes this is little, and measuring it would take time. A
-    start with a deformation says nothing: refinement may have to make it smoother, and the images less alike.
-    pair: as for `refine`. found: (1, N, *spatial) in voxels.
+    For images that are alike already. Every step has the same length, also where little or nothing is left to find: a
+    volume would be moved away from itself, by a tenth of a voxel on average in one of 24^3, and a change between two
+    scans that moves nothing by more than that would drown. So a field that makes the images less alike is dropped, and
+    shorter steps are tried: they find a small change, and of two scans that differ by noise alone some hundredths of a
+    voxel. In large volumes this is little, and measuring it would take time. None too for a start with a deformation,
+    where refinement may have to make it smoother, and the images less alike.
+    pair: as for `refine`.
     """
     by_structures = pair["structures"] is not None and cfg["refine.structures"]
-    if found[0, 0].numel() > MOST_VOXELS or by_structures or cfg["registration.similarity"] not in CORRELATION:
-        return False
+    size = pair["fixed"].shape[2:]
+    if size.numel() > MOST_VOXELS or by_structures or cfg["registration.similarity"] not in CORRELATION:
+        return None
     whole = pair_at_level({**pair, "structures": None}, 1, cfg)
-    before = correlation_under(whole, torch.zeros_like(found), cfg)
-    return before > ALIKE and correlation_under(whole, found, cfg) < before
+    alike = correlation_under(whole, pair["fixed"].new_zeros(1, len(size), *size), cfg)
+    return (whole, alike) if alike > ALIKE else None
 
 
 def correlation_under(whole, field, cfg, measured=None):

@@ -208,9 +208,10 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     Raises InputError for input that cannot be read, is not a volume, or does not fit together.
     """
     known, start = (start, start.matrix) if isinstance(start, Known) else (None, start)
-    affine = "affine" if affine is True else affine
-    if not isinstance(affine, str | bool | None) or (affine and affine not in AFFINES):
-        shown = repr(affine) if isinstance(affine, str) else f"a {type(affine).__name__}"
+    if isinstance(affine, bool | np.bool_ | int | None):
+        affine = "affine" if affine else False
+    elif not isinstance(affine, str) or affine not in AFFINES:
+        shown = repr(affine) if isinstance(affine, str) else f"of type {type(affine).__name__}"
         raise InputError(f"affine must be True, {', '.join(AFFINES)} or False, not {shown}; the matrix of a volume "
                          "belongs beside its array: (array, affine).")
     if not isinstance(refine, numbers.Integral) or refine < 0:

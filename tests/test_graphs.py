@@ -107,7 +107,7 @@ def test_a_refinement_by_graphs_finds_the_field_of_the_plain_one(graphs_of_opera
 
 @pytest.mark.parametrize("similarity", ["correlation", "mind"])
 def test_an_affine_part_by_graphs_finds_the_map_of_the_plain_one(graphs_of_operations, monkeypatch, similarity):
-    """Each level has graphs of its own, for each measure and number of maps that it compares."""
+    """Each level has graphs of its own, one for each measure."""
     fixed, moving = (make_subject(seed, (24, 28, 26))["image"] for seed in (1, 2))
     header = np.diag([1.2, 1.0, 1.0, 1.0])
 
@@ -115,7 +115,7 @@ def test_an_affine_part_by_graphs_finds_the_map_of_the_plain_one(graphs_of_opera
         return affine.align_affine(fixed, np.eye(4), moving, header, similarity=similarity)
     (by_graphs, scores), recorded = found(), [each["recorded"] for each in graphs_of_operations]
     names = {name for each in recorded for name in each}
-    assert names == {f"the affine part by {'local' if similarity == 'correlation' else 'mutual'} similarity"}
+    assert names == {f"a comparison of the affine part ({'local' if similarity == 'correlation' else 'mutual'})"}
     assert sum(map(len, recorded)) >= 2 and all(made for each in recorded for made in each.values())
     monkeypatch.setattr(graphs, "graphs_on", lambda *_: None)
     plain, of_plain = found()
@@ -134,7 +134,7 @@ def test_a_graph_of_the_affine_part_is_not_replayed_where_another_share_is_attai
     for attainable in (1.0, 1.0, 1.0, 4.0, 1.0):
         loss, _ = affine._slope(start, still, {**level, "attainable": attainable}, "local")
         assert float(loss) == pytest.approx(1 - 1 / max(attainable, 1), abs=0.02)
-    assert level["graphs"]["recorded"]["the affine part by local similarity"]
+    assert level["graphs"]["recorded"]["a comparison of the affine part (local)"]
 
 
 def weighted_sum(batch, weight):
