@@ -98,15 +98,27 @@ def corners(shape):
                      for index in np.ndindex(*[2] * len(shape))], np.float64).T
 
 
-def same_grid(shape, affine, other_shape, other_affine):
+def plane_normal(affine):
+    """The unit normal of the plane of a 2D grid, (3,), in its world. affine: 4x4."""
+    normal = np.cross(affine[:3, 0], affine[:3, 1])
+    return normal / np.linalg.norm(normal)
+
+
+def same_grid(shape, affine, other_shape, other_affine, across=True):
     """Whether two grids have the same shape and corners at most SAME_GRID voxels apart along each axis.
 
+    Slices lie in one plane too, within half the thickness of the thicker one; across: False if their planes may differ.
     shape, other_shape: D, H, W or H, W. affine, other_affine: 4x4, voxel to world in mm. Programs round the affine of
     the same grid differently.
     """
     if tuple(shape) != tuple(other_shape):
         return False
     ends = corners(shape)
+    if len(shape) == 2 and across:
+        mm = plane_normal(affine) @ np.subtract(affine, other_affine)[:3] @ ends
+        thickness = max(abs(plane_normal(each) @ each[:3, 2]) for each in (affine, other_affine))
+        if np.abs(mm).max() > thickness / 2:
+            return False
     return bool(np.abs(np.linalg.inv(affine) @ other_affine @ ends - ends)[:len(shape)].max() <= SAME_GRID)
 
 

@@ -246,7 +246,7 @@ def disp_name(pair, dims):
     """
     shape, affine = read_header(pair["fixed"], dims)
     moving_shape, moving_affine = read_header(pair["moving"], dims)
-    if not same_grid(shape, affine, moving_shape, moving_affine):
+    if not same_grid(shape, affine, moving_shape, moving_affine, across=False):  # a field in voxels has no plane
         raise InputError(f"{pair['fixed']} and {pair['moving']}: --learn2reg needs both volumes on one grid, as in "
                          "its data sets; leave it out.")
     fixed_numbers, moving_numbers = (re.findall(r"\d+", volume_id(pair[side])) for side in ("fixed", "moving"))

@@ -11,7 +11,7 @@ import torch
 import OM_prepare
 from Dataloader import cache
 from Dataloader.dataset import as_float
-from Dataloader.grids import SAME_GRID, air_for_filler, same_grid
+from Dataloader.grids import SAME_GRID, air_for_filler, plane_normal, require_same_grid, same_grid
 from Dataloader.nifti import write_volume
 from Dataloader.prepare import describe, on_grid, original_header, scaled, to_original
 from Dataloader.synthetic import make_subject
@@ -360,6 +360,19 @@ def test_grids_are_the_same_up_to_rounding(shape):
     turned = OBLIQUE.copy()
     turned[:, 0] *= 1.01
     assert not same_grid(shape, OBLIQUE, shape, turned)
+
+
+@pytest.mark.parametrize("mm, thicknesses, same", [
+    (0, (1, 40), True), (0.4, (1, 1), True), (0.6, (1, 1), False), (-5, (5, 5), False), (2.4, (5, 1), True)])
+def test_slices_of_one_grid_lie_in_one_plane(mm, thicknesses, same):
+    one, other = (make_affine((0, 2, 1), spacing=(0.9, 1.2, each), degrees=(10, 20, 30)) for each in thicknesses)
+    other[:3, 3] += mm * plane_normal(one)
+    for pair in ((one, other), (other, one)):
+        grids = (20, 22), pair[0], (20, 22), pair[1]
+        assert same_grid(*grids) == same and same_grid(*grids, across=False)
+    if not same:
+        with pytest.raises(InputError, match=f"l.nii is on another grid .*origins.*, {abs(mm):g} mm apart"):
+            require_same_grid("l.nii", (20, 22), one, "its image", (20, 22), other, "resample it")
 
 
 def test_filler_of_a_ct_is_air():
