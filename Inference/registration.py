@@ -72,6 +72,8 @@ PROGRAM, READ, WRITTEN, INVERSE = 0.4 * 2 ** 30, 4, 42, 12
 AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 220, 20, 50
 FINE = 50  # for each voxel of the fixed grid, while it is refined slab by slab
 NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its start after going there and back
+SHORTER = {0.2: 100, 0.1: 200}  # steps of the inverse where half ones have not converged, and how many of each
+AT_A_TIME = 2 ** 18  # points of the inverse there
 FAR_APART = 50.0  # percent of the fixed field of view; if the moving one covers less, a warning says so
 # A moving volume that covers less of the fixed field of view, and that its own one cuts off (`is_cut_off`), is compared
 # only where it was scanned: its border is no anatomy.
@@ -786,7 +788,7 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
             most_mm = (rest * np.linalg.norm(work_affine[:3, 0])).max()
             sentences.append(f"the inverse field did not converge: {missed_percent:.2g} % of the points of "
                              f"{moving.name} miss by up to {most_mm:.2g} mm after going there and back, mostly where "
-                             "the field folds; do not use the inverse there.")
+                             "the field folds or stretches strongly; do not use the inverse there.")
     for sentence in sentences:
         warnings.warn(sentence, stacklevel=3)
     if solution.structures is not None:
@@ -824,7 +826,8 @@ def inverse_field(work_field, before, shape, after):
     """As `total_field`, for the inverse of u: x -> after(y + v(y)) - x with v(y) = -u(y + v(y)) and y = before(x).
 
     Fixed-point iteration (Chen et al., Medical Physics 2008) at the points of the file's grid, so that v is not
-    interpolated. Half steps converge wherever u does not fold; whole steps need derivatives below one.
+    interpolated. Half steps converge where x + u(x) stretches less than fourfold and does not fold; whole steps need
+    derivatives of u below one. Points that still miss by more than NOT_INVERTED take SHORTER steps.
     Returns: (N, *shape) float32; the remaining lengths of v + u(y + v), (*shape) in voxels of the working grid.
     """
     inverse, missed = np.empty((len(shape), *shape), np.float32), np.empty(shape, np.float32)
@@ -836,8 +839,35 @@ def inverse_field(work_field, before, shape, after):
             if not steps_left or float(rest.square().sum(1).max()) < 1e-6:
                 break
             v = v - 0.5 * rest
-        inverse[:, slab], missed[slab] = _joined(v, before, after, slab), rest.square().sum(1).sqrt()[0].numpy()
+        length = rest.square().sum(1).sqrt()[0]
+        for step, count in SHORTER.items():
+            far = (length > NOT_INVERTED).nonzero(as_tuple=True)
+            for part in zip(*(index.split(AT_A_TIME) for index in far)):
+                at = (slice(None), *part)
+                v[0][at], length[part] = _more_slowly(work_field, torch.stack(part) + y[0][at], v[0][at],
+                                                      length[part], step, count)
+        inverse[:, slab], missed[slab] = _joined(v, before, after, slab), length.numpy()
     return inverse, missed
+
+
+def _more_slowly(work_field, start, v, length, step, count):
+    """`count` steps of `inverse_field` for some points: v, (N, K), where each misses least, and by how much, (K,).
+
+    start: (N, K), the points y. v: from which they go on. length: (K,), by how much they miss there. step: its size.
+    """
+    def missing(v):  # each point is a grid of one voxel
+        places = (start + v).T.reshape(-1, len(v), *[1] * len(v))
+        return v + warp(work_field.expand(len(places), *work_field.shape[1:]), places, padding="border").flatten(1).T
+
+    moved, rest = v, missing(v)
+    for _ in range(count):
+        moved = moved - step * rest
+        rest = missing(moved)
+        found = rest.square().sum(0).sqrt()
+        v, length = torch.where(found < length, moved, v), torch.minimum(found, length)
+        if bool((length < 1e-3).all()):
+            break
+    return v, length
 
 
 def _joined(sampled, before, after, slab):

@@ -396,11 +396,13 @@ def test_slices_of_a_coronal_plane_and_of_two_planes():
 
 
 class Folded(torch.nn.Module):
-    """A network whose answer folds: it has no inverse."""
+    """A network whose answer folds, and turns the middle by more than 90 degrees: no steps find its inverse."""
 
     def forward(self, image, t, condition=None):
-        field = torch.zeros(1, 3, *image.shape[2:])
-        field[:, 0, 8:12] = torch.tensor([4.0, 1.0, -1.0, -4.0]).view(4, 1, 1)
+        x, y, _ = torch.meshgrid(*[torch.arange(n) - (n - 1) / 2 for n in image.shape[2:]], indexing="ij")
+        turn = 3 * torch.exp(-((x ** 2 + y ** 2) / 9) ** 2)
+        field = torch.stack([turn.cos() * x - turn.sin() * y - x, turn.sin() * x + turn.cos() * y - y, 0 * x])[None]
+        field[:, 2, ..., 8:12] = torch.tensor([4.0, 1.0, -1.0, -4.0])
         return field
 
 
@@ -416,9 +418,27 @@ def test_an_inverse_that_is_none_is_said_in_millimetres():
     assert found.inverse_error_max_mm == pytest.approx(missed_mm.max(), rel=1e-3) and missed_mm.max() > 0.2
     assert found.inverse_error_mm == pytest.approx(missed_mm.mean(), rel=1e-3)
     sentence, = [said for said in found.warnings if "inverse" in said]
+    assert "mostly where the field folds or stretches strongly" in sentence
     percent, most_mm = map(float, re.search(r"converge: (\S+) % of .* up to (\S+) mm", sentence).groups())
     assert most_mm == pytest.approx(missed_mm.max(), rel=0.06)
     assert percent == pytest.approx(100 * (missed_mm > 0.2).mean(), rel=0.06)
+
+
+@pytest.mark.parametrize("shape", [(60, 20), (60, 8, 9)])
+@pytest.mark.parametrize("most", [5, 12])
+def test_a_field_that_stretches_strongly_has_an_inverse(shape, most):
+    """Slopes from 0.7 to 5, or to 12, along one axis: half steps jump to and fro where they are above 4."""
+    slopes = np.where(abs(np.arange(60) - 30) < 5, most - 1, -0.3)
+    slopes[:10] = slopes[-10:] = 0
+    field = np.zeros((len(shape), *shape), np.float32)
+    field[0] = (np.cumsum(slopes) - np.cumsum(slopes)[30]).reshape(-1, *[1] * (len(shape) - 1))
+    before = np.eye(4)
+    before[:3, 3] = 0.25
+    inverse, missed = registration.inverse_field(torch.from_numpy(field)[None], before, shape, np.linalg.inv(before))
+    assert missed.max() < registration.NOT_INVERTED
+    there = np.arange(60) + inverse[0].reshape(60, -1)[:, 0] + 0.25
+    np.testing.assert_allclose(there + np.interp(there, np.arange(60), field[0].reshape(60, -1)[:, 0]),
+                               np.arange(60) + 0.25, atol=0.1)
 
 
 def test_the_recommended_number_of_steps_needs_no_number(monkeypatch):
