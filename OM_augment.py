@@ -40,6 +40,7 @@ from Dataloader.formats import same_volume
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
     ROUNDED,
+    into_plane,
     one_plane,
     read_header,
     read_label,
@@ -323,7 +324,8 @@ def make_draws(item, draws):
             write_moved(out / paths[kind], made["carry"](array, own_affine, mode), path,
                         own_affine if grid is None else affine,
                         read_raw_header(path) if grid is None else grid_header(read_raw_header(grid)))
-        write_field(out / paths["field"], field, affine, read_raw_header(grid or item["image"]))
+        write_field(out / paths["field"], into_plane(field, affine, volume[0][3]), affine,
+                    read_raw_header(grid or item["image"]))
         shape = field if matrix is None else without_affine(field, matrix, affine)
         measures = {name: round(value, 5) for name, value in measure(shape, affine).items()}
         records.append({"name": draw_name(item, draw), "id": item["id"], "draw": draw,

@@ -519,6 +519,19 @@ def to_itk(field, affine):
     return np.moveaxis(field_mm, 0, -1) * LPS
 
 
+def into_plane(field, affine, other_affine):
+    """A 2D field with its step into the plane of the other volume: (3, H, W, 1) in voxels; a 3D field as it is.
+
+    The step follows the third axis of the field's grid, so that the two other components stay.
+    field: (N, *spatial) in voxels. affine: 4x4, of its grid. other_affine: 4x4, of the volume to which it leads.
+    """
+    if len(field) == 3:
+        return field
+    across = np.round(np.linalg.inv(other_affine) @ affine, 12)[2]  # in one plane the step is exactly 0
+    step = -(np.einsum("j,j...->...", across[:2], np.indices(field.shape[1:]) + field) + across[3]) / across[2]
+    return np.stack([*field, step])[..., None]
+
+
 def require_finite(path, vectors):
     """Raise InputError if a field has numbers that are NaN or infinite. path: of its file. vectors: of any shape."""
     if not np.isfinite(vectors).all():
@@ -552,8 +565,8 @@ def require_one_plane(path, shape, dims):
 def write_field(path, field, affine, header=None):
     """Write a field as ITK, ANTs and Slicer read it: (X, Y, Z, 1, 3) float32, millimetres, LPS, intent 1007.
 
-    field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine, header: of the fixed volume; the
-    descriptive fields of the header are kept.
+    field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field, see `into_plane`. affine, header: of the
+    fixed volume; the descriptive fields of the header are kept.
     """
     header = nibabel.Nifti1Header() if header is None else header.copy()
     header.set_intent(VECTOR)
@@ -583,9 +596,10 @@ def is_own_field(path):
         return False
 
 
-def read_field(path, dims=3):
+def read_field(path, dims=3, across=False):
     """Read a field written by `write_field` or `write_field_learn2reg`, or by ITK, ANTs or a Learn2Reg participant.
 
+    across: in 2D, keep the component across the plane: (3, H, W, 1).
     Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4.
     Raises InputError, naming the file, if it is missing, damaged, not finite, of another shape, or from a program whose
     fields have another meaning.
@@ -599,6 +613,7 @@ def read_field(path, dims=3):
                          "millimetres (ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
     require_one_plane(path, shape, dims)
     affine = read_affine(path, image, dims)
+    dims = 3 if across else dims
     vectors = read_voxels(path, image).reshape(*shape[:3], shape[-1])
     require_finite(path, vectors)
     vectors = np.pad(vectors, [(0, 0)] * 3 + [(0, 3 - shape[-1])]) if shape[-1] < 3 else vectors

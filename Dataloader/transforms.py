@@ -231,7 +231,8 @@ def _lta_volume(lines, heading):
 def write_field_h5(path, field, affine):
     """Write a field as a transform that antsApplyTransforms, Slicer and SimpleITK read. Needs SimpleITK.
 
-    field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine: 4x4, of the fixed volume.
+    field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field, see `into_plane`. affine: 4x4, of the
+    fixed volume.
     """
     sitk = formats.import_sitk(path)
     image = formats.itk_image(sitk, to_itk(field, affine), affine)
@@ -240,13 +241,14 @@ def write_field_h5(path, field, affine):
         write_file(path, Path(folder, "field.h5").read_bytes())
 
 
-def read_any_field(path, dims=3):
+def read_any_field(path, dims=3, across=False):
     """A field from a NIfTI file, as `read_field` reads it, or from a .h5 file with an ITK displacement field.
 
-    Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4. Raises InputError naming the file.
+    across: as for `read_field`. Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4.
+    Raises InputError naming the file.
     """
     if Path(path).suffix.lower() != ".h5":
-        return read_field(path, dims)
+        return read_field(path, dims, across)
     require_file(path)
     sitk = formats.import_sitk(path)
     try:
@@ -261,4 +263,4 @@ def read_any_field(path, dims=3):
     vectors_mm = vectors_mm.transpose(2, 1, 0, 3)
     require_one_plane(path, vectors_mm.shape, dims)
     require_finite(path, vectors_mm)
-    return from_itk(vectors_mm, affine, dims), affine
+    return from_itk(vectors_mm, affine, 3 if across else dims), affine

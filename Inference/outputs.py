@@ -10,6 +10,7 @@ import torch
 from Dataloader.datalist import volume_id
 from Dataloader.grids import same_grid, slabs
 from Dataloader.nifti import (
+    into_plane,
     read_header,
     read_raw_header,
     rounded,
@@ -164,7 +165,9 @@ def write_pair(folder, pair, result, warped_label, points_mm, disp, also):
         write_warped(folder / f"warped.{suffix}", result.warped, pair["moving"], affine, header)
     for number, (warped, path) in enumerate(zip(result.warped_channels, channels_of(pair, "moving")), 2):
         write_warped(folder / f"warped_channel_{number}.nii.gz", warped, path, affine, header)
-    for name, field, side in (("field", result.field, "fixed"), ("inverse_field", result.inverse, "moving")):
+    whole = into_plane(result.field, affine, result.moving.affine)
+    inverse = None if result.inverse is None else into_plane(result.inverse, result.moving.affine, affine)
+    for name, field, side in (("field", whole, "fixed"), ("inverse_field", inverse, "moving")):
         if field is not None:
             write_field(folder / f"{name}.nii.gz", field, getattr(result, side).affine, read_raw_header(pair[side]))
             if "h5" in also:
@@ -180,7 +183,7 @@ def write_pair(folder, pair, result, warped_label, points_mm, disp, also):
     if "mat" in also:
         write_matrix(folder / "affine.mat", result.matrix)
     if points_mm is not None:
-        write_points(folder, pair["points"], moved_points(points_mm, result.field, affine))
+        write_points(folder, pair["points"], moved_points(points_mm, whole, affine))
 
 
 def determinants(field):

@@ -264,7 +264,8 @@ def read_own_label(pair, side, dims, args):
 def apply_saved(args):
     """Apply a saved field to images, labels and landmarks; returns the exit code."""
     dims, out = args.dims or 3, Path(args.out)
-    field, affine = read_any_field(args.apply, dims)
+    whole, affine = read_any_field(args.apply, dims, across=True)  # the points leave the plane, the images do not
+    field = whole[:2, ..., 0] if dims == 2 else whole
     header = nibabel.Nifti1Header()
     if args.fixed:
         shape, fixed_affine = read_header(args.fixed, dims)
@@ -306,7 +307,7 @@ def apply_saved(args):
             for target, path, array, own_affine, mode in moved:
                 write_warped(target, carry(array, own_affine, field, affine, mode), path, affine, header)
             if points_mm is not None:
-                write_points(out, args.points, moved_points(points_mm, field, affine))
+                write_points(out, args.points, moved_points(points_mm, whole, affine))
         finally:
             if not any((out / name).exists() for name in own - {APPLIED}):
                 (out / APPLIED).unlink()

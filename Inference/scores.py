@@ -2,7 +2,7 @@
 import numpy as np
 import torch
 
-from Dataloader.grids import intensity_range, thinning
+from Dataloader.grids import intensity_range, plane_normal, thinning
 from Dataloader.nifti import is_segmentation, move_points
 from Dataloader.volume import without_filler
 from Diffusion.fields import jacobian_determinant, then_affine, warp
@@ -293,15 +293,22 @@ def point_scores(fixed_mm, moving_mm, pair, field, affine):
     """Mean distance of landmarks in mm, as the headers place them and after the registration, and by how many voxels of
     the fixed volume it has grown: this part of a row.
 
+    In 2D, what lies across the fixed plane does not count, since no 2D registration changes it.
     fixed_mm, moving_mm: (P, 3) mm, RAS, the same points of both volumes. pair: the paths of their files, for the error
     if their numbers differ. field: (N, *fixed) in voxels or None. affine: 4x4 of the fixed volume.
     """
     if len(fixed_mm) != len(moving_mm):
         raise InputError(f"{pair.get('fixed_points') or pair.get('points')} has {len(fixed_mm)} landmarks and "
                          f"{pair['moving_points']} has {len(moving_mm)}; both must list the same points.")
-    scores = {"tre_before_mm": float(np.linalg.norm(fixed_mm - moving_mm, axis=1).mean())}
+    normal = plane_normal(affine) if field is not None and len(field) == 2 else np.zeros(3)
+
+    def distance_mm(points_mm):
+        apart = points_mm - moving_mm
+        return float(np.linalg.norm(apart - np.outer(apart @ normal, normal), axis=1).mean())
+
+    scores = {"tre_before_mm": distance_mm(fixed_mm)}
     if field is not None:
-        scores["tre_mm"] = float(np.linalg.norm(moved_points(fixed_mm, field, affine) - moving_mm, axis=1).mean())
+        scores["tre_mm"] = distance_mm(moved_points(fixed_mm, field, affine))
         voxel_mm = float(np.linalg.norm(affine[:3, :len(field)], axis=0).mean())
         scores["tre_gained_voxels"] = (scores["tre_mm"] - scores["tre_before_mm"]) / voxel_mm
     return scores

@@ -21,7 +21,7 @@ from scipy import linalg, ndimage
 
 from Dataloader.formats import digest
 from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid, voxel_volume
-from Dataloader.nifti import read_label, read_volume, write_field, write_volume
+from Dataloader.nifti import into_plane, read_label, read_volume, write_field, write_volume
 from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import compose, exponential, then_affine
 from Diffusion.metrics import average, dice
@@ -417,7 +417,7 @@ def write_subject(out, row, item, affine):
     paths = [folder / name for name in OF_SUBJECT]
     field, warped_label = np.load(Path(row["folder"]) / FIELD), None
     volume, own = read_volume(row["moving"], len(field))
-    write_field(paths[0], field, affine)
+    write_field(paths[0], into_plane(field, affine, own), affine)
     write_volume(paths[1], apply_field(volume, own, field, affine), affine)
     paths[2].unlink(missing_ok=True)
     row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve()), "source": item["source"]}

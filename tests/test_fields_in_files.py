@@ -6,6 +6,7 @@ import SimpleITK as sitk
 import torch
 
 from Dataloader.nifti import (
+    into_plane,
     move_points,
     read_field,
     write_field,
@@ -103,6 +104,20 @@ def test_fields_of_slices(tmp_path):
     write_field(tmp_path / "field.nii.gz", random_field(2, (8, 9, 10), 0.06), affine)
     with pytest.raises(InputError, match="field.nii.gz: the field has 10 planes"):
         read_field(tmp_path / "field.nii.gz", dims=2)
+
+
+@pytest.mark.parametrize("degrees", [(0, 0, 0), (10, -8, 20)])
+def test_the_step_into_another_plane_leaves_the_field_in_its_own(tmp_path, degrees):
+    affine, other = make_affine((0, 2, 1), (1, -1, 1), (0.7, 1.2, 3)), make_affine((0, 2, 1), degrees=degrees)
+    other[:3, 3] += [1, 16, -2]
+    field = random_field(2, (20, 24), 0.06, dims=2)
+    whole = into_plane(field, affine, other)
+    places = np.concatenate([np.indices((20, 24, 1)) + whole, np.ones((1, 20, 24, 1))]).reshape(4, -1)
+    np.testing.assert_allclose((np.linalg.inv(other) @ affine @ places)[2], 0, atol=1e-9)
+    assert not into_plane(field, affine, affine)[2].any() and into_plane(whole, affine, other) is whole
+    write_field(tmp_path / "field.nii.gz", whole, affine)
+    np.testing.assert_allclose(read_field(tmp_path / "field.nii.gz", 2)[0], field, atol=1e-5)
+    np.testing.assert_allclose(read_field(tmp_path / "field.nii.gz", 2, across=True)[0], whole, atol=1e-5)
 
 
 def test_points_go_where_the_image_comes_from(tmp_path):

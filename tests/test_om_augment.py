@@ -555,12 +555,13 @@ def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkey
     monkeypatch.setattr(augment_report, "PICTURED", 1)
     header = nibabel.Nifti1Header()
     header["cal_max"] = 777
+    above = make_affine(origin=(0, 0, 5))
     images = {"data/sub-01_ses-1": (24, 28), "data/sub-01_ses-2": (24, 28), "targets/imagesTr/other": (26, 30)}
     for number, (name, shape) in enumerate(images.items()):
         image = (1000 * make_subject(number, shape, dims=2)["image"]).astype(np.int16)
-        write_volume(tmp_path / f"{name}.nii.gz", image, np.eye(4), header)
+        write_volume(tmp_path / f"{name}.nii.gz", image, above if "other" in name else np.eye(4), header)
     mask = np.ones((26, 30), np.uint8)
-    write_volume(tmp_path / "targets/masksTr/other.nii.gz", mask, np.eye(4))
+    write_volume(tmp_path / "targets/masksTr/other.nii.gz", mask, above)
     shutil.copy(tmp_path / "data/sub-01_ses-1.nii.gz", tmp_path / "targets/imagesTr/twin.nii.gz")
     words = ["--data", tmp_path / "data", *WORDS, "--set", "model.dims=2", "--target", tmp_path / "targets",
              "--register", 1, "--out", tmp_path / "out"]
@@ -569,6 +570,8 @@ def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkey
     assert (found["draws"], found["subjects"]) == (2, 1) and table_of(tmp_path / "out")[0]["target"] == "other"
     copy = nibabel.load(tmp_path / "out/imagesTr/sub-01_ses-1_draw00.nii.gz")
     assert copy.shape == (26, 30, 1) and copy.header["cal_max"] == 0
+    field, _ = read_field(tmp_path / "out/fieldsTr/sub-01_ses-1_draw00.nii.gz", 2, across=True)
+    np.testing.assert_allclose(field[2], -5, err_msg="from the plane of the target to that of the scan")
     before, viewer = contents(tmp_path / "out"), 'class="viewer"'
     page = (tmp_path / "out/report.html").read_text()
     assert viewer in page and "where the points of a regular one come from, x + field(x), without the affine" in page
@@ -577,7 +580,7 @@ def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkey
     assert run(*words) == 0 and contents(tmp_path / "out") == before
     assert viewer not in (tmp_path / "out/report.html").read_text()
     mask[0] = 0
-    write_volume(tmp_path / "targets/masksTr/outer.nii.gz", mask, np.eye(4))
+    write_volume(tmp_path / "targets/masksTr/outer.nii.gz", mask, above)
     capsys.readouterr()
     assert run(*words) == 43
     assert "has draws with target" in capsys.readouterr().err

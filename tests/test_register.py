@@ -21,6 +21,7 @@ from Dataloader.points import read_points
 from Dataloader.synthetic import make_subject
 from Diffusion.networks import build_network
 from Inference import outputs
+from Inference.labels import apply_field
 from Inference.load_model import load_model
 from Inference.pair_lists import read_pairs_to_register
 from Inference.registration import register
@@ -432,6 +433,42 @@ def test_slices(tmp_path, capsys):
     assert seconds["network"] == 0 < seconds["affine"], "the network that comes along is not for slices"
     refused(capsys, "field.nii.gz: the field has a single plane; for 2D volumes add --dims 2", "--apply",
             tmp_path / "out/field.nii.gz", "--moving", tmp_path / "m.nii.gz", "--out", tmp_path / "moved")
+
+
+@pytest.mark.parametrize("axes, degrees", [((0, 1, 2), (0, 0, 0)), ((0, 2, 1), (0, 0, 0)), ((2, 0, 1), (10, 20, 30))])
+def test_slices_of_two_parallel_planes(tmp_path, axes, degrees):
+    """9 mm apart: SimpleITK finds the moving slice, and points move into its plane; the error is that in the plane."""
+    grids = [make_affine(axes, (-1, 1, 1), (1, 1.2, 3), degrees) for _ in range(2)]
+    grids[1][:3, 3] += 3 * grids[1][:3, 2]
+    for seed, (name, affine) in enumerate(zip("fm", grids)):
+        write_volume(tmp_path / f"{name}.nii.gz", make_subject(seed, (40, 36), dims=2)["image"], affine)
+        at = affine @ np.array([[12, 20, 0, 1], [25, 15 + seed, 0, 1]]).T
+        np.savetxt(tmp_path / f"{name}.csv", at[:3].T, delimiter=",")
+    out, other = tmp_path / "out", tmp_path / "m.nii.gz"
+    assert run("--fixed", tmp_path / "f.nii.gz", "--moving", other, "--points", tmp_path / "f.csv", "--moving-points",
+               tmp_path / "m.csv", "--inverse", "--also", "h5", "--refine", 4, "--set", "refine.levels=1", "--device",
+               "cpu", "--no-picture", "--out", out) == 0
+    field = read_field(out / "field.nii.gz", 2)[0]
+    for name, target, source in (("field", "f", "m"), ("inverse_field", "m", "f")):
+        target, source = (sitk.ReadImage(str(tmp_path / f"{each}.nii.gz"), sitk.sitkFloat32)
+                          for each in (target, source))
+        theirs = sitk.Resample(source, target, sitk.ReadTransform(str(out / f"{name}.h5")), sitk.sitkLinear, 0.0)
+        moved = sitk.GetArrayFromImage(theirs)[0].T
+        grid, back = (grids if name == "field" else grids[::-1])
+        array = sitk.GetArrayFromImage(source)[0].T
+        ours = apply_field(array, back, read_field(out / f"{name}.nii.gz", 2)[0], grid)
+        assert moved.max() > 0.8 * array.max() and (abs(moved - ours) < 1e-3).mean() > 0.95
+    points = read_points(out / "points.csv")
+    np.testing.assert_allclose((np.linalg.inv(grids[1]) @ [*points.T, [1, 1]])[2], 0, atol=1e-4)
+    apart = np.linalg.norm(points - read_points(tmp_path / "m.csv"), axis=1).mean()
+    row = json.loads((out / "results.json").read_text())["pairs"][0]
+    assert row["tre_mm"] == pytest.approx(apart, abs=1e-4) and row["tre_before_mm"] == pytest.approx(0.6)
+    assert run("--apply", out / "field.h5", "--moving", other, "--points", tmp_path / "f.csv", "--dims", 2, "--out",
+               tmp_path / "again") == 0
+    np.testing.assert_allclose(read_points(tmp_path / "again/points.csv"), points, atol=1e-4)
+    for name in ("again/warped.nii.gz", "out/warped.nii.gz"):
+        found = read_volume(tmp_path / name, 2)[0]
+        np.testing.assert_allclose(found, apply_field(read_volume(other, 2)[0], grids[1], field, grids[0]), atol=1e-3)
 
 
 def test_volumes_apart_are_said_on_the_terminal_and_on_the_page(place, tmp_path, capsys):
