@@ -29,7 +29,7 @@ from Study.template import (
     upright,
     write_template_page,
 )
-from tests.test_nifti import tilted_affine
+from tests.test_nifti import make_affine, tilted_affine
 
 SIZE, AFFINE = (20, 22, 18), np.diag([2.0, 2.0, 2.0, 1.0])
 
@@ -150,8 +150,9 @@ def three_at_the_end(folder, lesion, organ):
         label = np.zeros(image.shape, np.uint8)
         label[4 * number + 1:4 * number + 3, 5:8], label[4:9, 10:14] = lesion, organ
         item = {"id": f"s_{number}", "image": folder / f"s_{number}.nii.gz", "label": folder / f"l_{number}.nii.gz"}
-        write_volume(item["image"], image, affine)
-        write_volume(item["label"], label, affine)
+        above = make_affine(origin=(0, 0, 4 * number))  # in three planes, as slices of three persons
+        write_volume(item["image"], image, above)
+        write_volume(item["label"], label, above)
         (folder / item["id"]).mkdir()
         np.save(folder / item["id"] / FIELD, np.zeros((2, *image.shape), np.float32))
         rows.append({"name": item["id"], "folder": str(folder / item["id"]), "moving": str(item["image"]),
@@ -175,6 +176,8 @@ def test_lesions_that_no_two_subjects_share_are_a_dice_of_0(tmp_path, lesion, or
     for row in done:
         assert {label: found["dice"] for label, found in row["labels"].items()} == dices and row["verdict"] == "ok"
         assert row.get("dice") == (0.5 if organ else None)
+        field, _ = read_field(f"{row['folder']}/field.nii.gz", 2, across=True)
+        assert (field[2] == 4 * int(row["name"][-1])).all(), "from the plane of the template to that of the subject"
 
 
 def test_label_maps_that_do_not_fit_or_are_gone_do_not_count_and_leave_nothing_of_an_earlier_run(tmp_path):
