@@ -284,8 +284,9 @@ def read_affine(path, image, dims):
         affine[:3, 2] = np.cross(affine[:3, 0], affine[:3, 1])
         affine[:3, 2] /= np.linalg.norm(affine[:3, 2]) or 1
     if is_singular(affine):
-        shown = affine[:3] if np.allclose(affine[3], [0, 0, 0, 1]) else affine  # no file stores the last row
-        raise InputError(f"{path}: the affine {shown.round(4).tolist()} is singular or transposed; repair the header.")
+        whole = affine.round(4).tolist()
+        found = f"{whole[:3]} is singular" if whole[3] == [0, 0, 0, 1] else f"{whole} does not end in the row 0 0 0 1"
+        raise InputError(f"{path}: the affine {found}; repair the header.")
     return affine
 
 

@@ -89,7 +89,7 @@ def refine(pair, field, steps, cfg, progress=False):
             if share < 1:
                 bar.reset()
                 bar.set_description("refining, shorter steps")
-            shorter = {**cfg, "refine.step": share * cfg["refine.step"]}
+            shorter = cfg | {"refine.step": share * cfg["refine.step"]}
             found = deformed(pair, field, level_steps(size, steps, cfg), weight, shorter, bar.update)
             found = resize_field(found, size)
             if unmoved is None or correlation_under(unmoved[0], found, cfg) >= unmoved[1]:

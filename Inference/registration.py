@@ -73,7 +73,7 @@ AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 220, 20, 50
 FINE = 50  # for each voxel of the fixed grid, while it is refined slab by slab
 NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its start after going there and back
 SHORTER = {0.2: 100, 0.1: 200}  # steps of the inverse where half ones have not converged, and how many of each
-AT_A_TIME, HOPELESS = 2 ** 18, 0.9  # points of the inverse there; share of them above which that is left out
+MOST_SLOWLY = 2 ** 18  # points of a slab for which those are taken: with more, the field is wrong as a whole
 FAR_APART = 50.0  # percent of the fixed field of view; if the moving one covers less, a warning says so
 # A moving volume that covers less of the fixed field of view, and that its own one cuts off (`is_cut_off`), is compared
 # only where it was scanned: its border is no anatomy.
@@ -842,12 +842,11 @@ def inverse_field(work_field, before, shape, after):
         length = rest.square().sum(1).sqrt()[0]
         for step, count in SHORTER.items():
             far = (length > NOT_INVERTED).nonzero(as_tuple=True)
-            if len(far[0]) > HOPELESS * length.numel():  # it folds everywhere: no step is short enough
+            if not 0 < len(far[0]) <= MOST_SLOWLY:
                 break
-            for part in zip(*(index.split(AT_A_TIME) for index in far)):
-                at = (slice(None), *part)
-                v[0][at], length[part] = _more_slowly(work_field, torch.stack(part) + y[0][at], v[0][at],
-                                                      length[part], step, count)
+            at = (slice(None), *far)
+            v[0][at], length[far] = _more_slowly(work_field, torch.stack(far) + y[0][at], v[0][at], length[far], step,
+                                                 count)
         inverse[:, slab], missed[slab] = _joined(v, before, after, slab), length.numpy()
     return inverse, missed
 
