@@ -531,11 +531,13 @@ def compare_data(before, now, path):
                    or {row["id"] for row in held_out} & {row["id"] for row in trained})
     if moved:
         advice = "set the data.* keys or the list back (data.val_fraction=0 if none was held out)"
-        for identity in same:
-            if old[identity]["subject"] != new[identity]["subject"]:
-                advice = (f"subjects have other names now ({identity} is of {new[identity]['subject']}, and was of "
-                          f"{old[identity]['subject']}), so set data.subject_pattern back, or give a list whose column "
-                          "subject has the names in data.csv of the run")
+        renamed = [(identity, row["subject"], new[identity]["subject"]) for identity, row in known.items()
+                   if {identity, row["subject"]} & {*moved} and row["subject"] != new.get(identity, row)["subject"]]
+        if renamed:
+            identity, before, by_now = renamed[0]
+            advice = (f"subjects have other names now ({identity} is of {by_now}, and was of {before}), so set "
+                      "data.subject_pattern back, or give a list whose column subject has the names in data.csv of the "
+                      "run")
         raise InputError(f"{path} was trained on {some(moved)}, which would now be held out for validation: {advice}, "
                          "or start a new run with --fresh.")
     # Besides the seed, the order of an epoch depends on the ids of the training volumes alone.

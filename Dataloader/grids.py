@@ -107,14 +107,15 @@ def plane_normal(affine):
 def same_grid(shape, affine, other_shape, other_affine, across=True):
     """Whether two grids have the same shape and corners at most SAME_GRID voxels apart along each axis.
 
-    Slices lie in one plane too, within half the thickness of the thicker one; across: False if their planes may differ.
+    Slices lie in one plane too, within half the thickness of the thicker one, unless one grid knows no plane, as in the
+    2D files of ITK, whose third row is 0 0 1 0. across: False if their planes may differ.
     shape, other_shape: D, H, W or H, W. affine, other_affine: 4x4, voxel to world in mm. Programs round the affine of
     the same grid differently.
     """
     if tuple(shape) != tuple(other_shape):
         return False
     ends = corners(shape)
-    if len(shape) == 2 and across:
+    if len(shape) == 2 and across and not any(np.array_equal(each[2], [0, 0, 1, 0]) for each in (affine, other_affine)):
         mm = plane_normal(affine) @ np.subtract(affine, other_affine)[:3] @ ends
         thickness = max(abs(plane_normal(each) @ each[:3, 2]) for each in (affine, other_affine))
         if np.abs(mm).max() > thickness / 2:

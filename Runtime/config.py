@@ -124,7 +124,7 @@ def check_config(flat, path):
     """Check a flat dict against KEYS, convert the values, and check rules between keys. Returns: the config."""
     for key in flat:
         if key in GONE:
-            raise InputError(f"{path}: the key {key} is gone since version 1.0.0: {GONE[key]}.")
+            raise InputError(f"{path}: the key {key} was removed in version 1.0.0: {GONE[key]}.")
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
             raise InputError(f"{path}: unknown key {key}; did you mean {near}? A new key needs a line in "

@@ -226,7 +226,7 @@ def test_the_table_of_keys_says_type_and_limits():
     ("", ["mapping"]),
     ("model: 3", ["unknown key model", "did you mean"]),
     ("modal:", ["unknown key modal", "did you mean"]),
-    ("refine: {lr: 0.1}", ["the key refine.lr is gone since version 1.0.0: refine.step replaces it"]),
+    ("refine: {lr: 0.1}", ["the key refine.lr was removed in version 1.0.0: refine.step replaces it"]),
     ("a: !!python/object/apply:os.getcwd []", ["unknown key a"]),
     ("base: config_om.yaml\noptim:\n  lr: 1e-3\nrun:\n  epochs: 3\noptim:\n  average: 0.9\n",
      ["not valid YAML", "line 6: optim appears twice"]),

@@ -375,6 +375,16 @@ def test_slices_of_one_grid_lie_in_one_plane(mm, thicknesses, same):
             require_same_grid("l.nii", (20, 22), one, "its image", (20, 22), other, "resample it")
 
 
+def test_a_slice_of_a_program_that_drops_its_plane_fits():
+    """ITK reads a 2D NIfTI file without its plane, and writes what it makes of it at 0."""
+    there = np.diag([-0.8, -0.8, 5, 1])
+    there[:3, 3] = 30, 40, 37.3
+    flat = np.eye(4)
+    flat[:2] = there[:2]
+    assert same_grid((30, 26), there, (30, 26), flat) and same_grid((30, 26), flat, (30, 26), there)
+
+
+
 def test_filler_of_a_ct_is_air():
     array = np.linspace(-1000, 800, 1000, dtype=np.float32).reshape(10, 10, 10)
     filled = np.where(np.arange(10) < 2, np.float32(-3024), array)
