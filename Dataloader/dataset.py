@@ -534,8 +534,8 @@ def compare_data(before, now, path):
         renamed = [(identity, row["subject"], new[identity]["subject"]) for identity, row in known.items()
                    if {identity, row["subject"]} & {*moved} and row["subject"] != new.get(identity, row)["subject"]]
         if renamed:
-            identity, before, by_now = renamed[0]
-            advice = (f"subjects have other names now ({identity} is of {by_now}, and was of {before}), so set "
+            identity, was, by_now = renamed[0]
+            advice = (f"subjects have other names now ({identity} is of {by_now}, and was of {was}), so set "
                       "data.subject_pattern back, or give a list whose column subject has the names in data.csv of the "
                       "run")
         raise InputError(f"{path} was trained on {some(moved)}, which would now be held out for validation: {advice}, "

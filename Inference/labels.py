@@ -4,6 +4,7 @@ import torch
 from scipy import ndimage
 
 from Dataloader.grids import of_slab, slabs
+from Dataloader.nifti import require_finite
 from Dataloader.volume import as_array, checked_affine
 from Diffusion.fields import then_affine, warp
 from Inference.choices import LABELS
@@ -57,8 +58,7 @@ def _fitting(image, affine, field, fixed_affine):
     if image.ndim not in (2, 3) or field.ndim != image.ndim + 1 or len(field) != image.ndim:
         raise InputError(f"a field of shape {field.shape} cannot warp an image of shape {image.shape}; give a 3D image "
                          "and a field (3, D, H, W), or a 2D one and (2, H, W).")
-    if not np.isfinite(field).all():
-        raise InputError("the field has NaN or infinite displacements; repair it.")
+    require_finite("the field", field)
     return image, checked_affine(affine, "the image"), field, checked_affine(fixed_affine, "the fixed volume")
 
 

@@ -80,8 +80,8 @@ class RandDeformationd(Base):
         if not entries or not (self.chosen or self.field_key):
             return result
         first = entries[0][0]
-        shape = shape_of_entry(data, first)[1:]
-        warn_of_channels(first, shape_of_entry(data, first))
+        _, *shape = whole = shape_of_entry(data, first)
+        warn_of_channels(first, whole)
         for key, _ in entries:
             require_grid_of(data, first, key)
         if not self.chosen:
@@ -115,8 +115,8 @@ class Registerd:
     channel is registered, or as many channels as the model was trained with.
     keys: entries on the grid of the moving volume that are warped onto the fixed grid; default moving_key.
     mode: "bilinear" for images, "smooth" or "nearest" for labels (Inference/labels.py), for all keys or one for each.
-    model, affine, refine, start, device, config: as in `register` (Inference/registration.py); load a model once with
-    `load_model` and pass it.
+    model, affine, refine, start, device, config: as in `register` (Inference/registration.py); a path is loaded at
+    the first call.
     field_key: entry that receives the field, (N, *fixed) in voxels of the fixed grid.
     allow_missing_keys: whether entries of keys may be absent.
 

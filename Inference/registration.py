@@ -210,7 +210,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     Raises InputError for input that cannot be read, is not a volume, or does not fit together.
     """
     known, start = (start, start.matrix) if isinstance(start, Known) else (None, start)
-    if isinstance(affine, bool | np.bool_ | int | None):
+    if isinstance(affine, bool | np.bool_ | None) or (isinstance(affine, int | str) and not affine):
         affine = "affine" if affine else False
     elif not isinstance(affine, str) or affine not in AFFINES:
         shown = repr(affine) if isinstance(affine, str) else f"of type {type(affine).__name__}"

@@ -166,7 +166,7 @@ def test_what_does_not_fit_together_is_one_sentence(shape, size, affine, words):
 
 @pytest.mark.parametrize("displacement, order, words", [
     (0.0, "nearest", "order must be 1 (linear, for images) or 0 (nearest, for labels), not 'nearest'"),
-    (0.0, 3, "not 3"), (np.nan, 1, "the field has NaN or infinite displacements")])
+    (0.0, 3, "not 3"), (np.nan, 1, "the field: 1008 numbers are NaN or infinite; compute the field again")])
 def test_what_apply_field_would_do_otherwise_than_asked_is_refused(displacement, order, words):
     with pytest.raises(InputError) as found:
         apply_field(np.ones((6, 7, 8)), np.eye(4), np.full((3, 6, 7, 8), displacement), np.eye(4), order)

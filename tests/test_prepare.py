@@ -384,7 +384,6 @@ def test_a_slice_of_a_program_that_drops_its_plane_fits():
     assert same_grid((30, 26), there, (30, 26), flat) and same_grid((30, 26), flat, (30, 26), there)
 
 
-
 def test_filler_of_a_ct_is_air():
     array = np.linspace(-1000, 800, 1000, dtype=np.float32).reshape(10, 10, 10)
     filled = np.where(np.arange(10) < 2, np.float32(-3024), array)

@@ -524,6 +524,7 @@ def test_affine_alignment_begins_where_the_start_says():
     (None, None, {"start": [*np.eye(4)[:3], [3, 0, 0, 1]]}, "with the last row 0 0 0 1, or Result.known"),
     (None, None, {"start": np.zeros((3, 8, 9, 10))}, "not an array of shape .3, 8, 9, 10.[.]$"),
     (None, None, {"affine": np.eye(4)}, "affine must be True, .*, not of type ndarray; the matrix of a volume"),
+    (None, None, {"affine": 2}, "affine must be True, rigid, affine or False, not of type int"),
     (None, None, {"model": torch.nn.Linear(1, 1)}, "model: give a path, .*, not a Linear"),
     (None, None, {"config": tiny.config(model__dims=2)}, "are 3D, but the model, or --dims, is 2D")])
 def test_bad_input_is_one_sentence(fixed, moving, more, words):
