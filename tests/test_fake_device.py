@@ -101,6 +101,13 @@ def test_each_weight_is_cast_once_and_gets_its_gradient():
     assert y.dtype == torch.bfloat16 and layer.weight.grad.abs().sum() > 0
 
 
+def test_a_cast_is_not_kept_for_what_dies_and_leaves_its_id_to_another():
+    with DeviceAutocast() as rules, torch.autocast("cpu", torch.bfloat16):
+        for n in (4, 8):
+            assert F.linear(torch.ones(2, n), torch.ones(8, n, requires_grad=True)).dtype == torch.bfloat16
+        assert not rules.cast_weights
+
+
 def test_bytes_are_counted_while_something_holds_them():
     with FakeTensorMode(), AliveBytes() as alive:
         x = torch.zeros(1000, requires_grad=True)
