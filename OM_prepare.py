@@ -274,6 +274,10 @@ def warn_of_cut_labels(parts):
         worst = min(cut, key=cut.get)
         print(f"warning: {len(cut)} volumes have labels beyond the training grid, {worst} {100 - 100 * cut[worst]:.0f} "
               f"% of them: {advice}", file=sys.stderr)
+    labelled = [line["id"] for line in lines if line["label"]]
+    if labelled and all(kept[name] is None for name in labelled):
+        print(f"warning: the label maps of all {len(labelled)} volumes that have one, such as {labelled[0]}, hold only "
+              "background: look at them in a viewer.", file=sys.stderr)
     empty = [line["id"] for line in lines if line.get("mask_kept") == 0]
     if empty:
         print(f"warning: {len(empty)} volumes, such as {empty[0]}, have nothing of their mask on the training grid, so "

@@ -11,11 +11,20 @@ from Dataloader.grids import (
     intensity_range,
     require_same_grid,
     rescale,
+    same_grid,
     to_canonical,
     to_grid,
     voxel_volume,
 )
-from Dataloader.nifti import read_channels, read_label, read_numbers, read_raw_header, read_volume, require_image
+from Dataloader.nifti import (
+    placement_doubts,
+    read_channels,
+    read_label,
+    read_numbers,
+    read_raw_header,
+    read_volume,
+    require_image,
+)
 from Runtime.errors import InputError
 
 KINDS = ("image", "label", "mask")
@@ -150,6 +159,11 @@ def read_beside(item, kind, shape, affine, read=read_label):
     InputError if the grids differ, see `same_grid`.
     """
     array, own_affine = read(item[kind], len(shape))
+    advice = RESAMPLE
+    if array.shape == tuple(shape) and not same_grid(array.shape, own_affine, shape, affine):
+        doubts = [doubt.rstrip(".") for path in (item["image"], item[kind]) for doubt in placement_doubts(path)]
+        advice = ". ".join(["if it fits the image voxel by voxel, one of the two headers is wrong: correct that one, "
+                            f"since resampling would destroy it; if not, {RESAMPLE}", *doubts])
     require_same_grid(f"{item[kind]}: the {kind} of {item['image']}", array.shape, own_affine, "the image", shape,
-                      affine, RESAMPLE)
+                      affine, advice)
     return array, own_affine

@@ -200,6 +200,16 @@ def test_labels_beyond_the_grid_are_told(tmp_path, axes, capsys):
         assert ("1 volumes have labels beyond the training grid, v_1 " in capsys.readouterr().err) == told
 
 
+def test_label_maps_of_background_alone_are_told(tmp_path, capsys):
+    image = np.random.default_rng(0).random((24, 24, 24)).astype(np.float32)
+    item = save(tmp_path, image, np.eye(4), label=np.zeros(image.shape, np.uint8))
+    plain = {**item, "label": None, "id": "v_2"}
+    OM_prepare.warn_of_cut_labels({0: part(tmp_path, [item, plain], keys((16,) * 3))[1]})
+    assert "the label maps of all 1 volumes that have one, such as v_1, hold only background" in capsys.readouterr().err
+    OM_prepare.warn_of_cut_labels({0: part(tmp_path, [plain], keys((16,) * 3))[1]})
+    assert not capsys.readouterr().err
+
+
 def test_a_mask_beyond_the_grid_or_empty_is_told(tmp_path, capsys):
     image, mask = np.random.default_rng(0).random((24, 24, 24)).astype(np.float32), np.zeros((24, 24, 24), np.uint8)
     mask[:2, :2, :2] = 1
@@ -265,7 +275,13 @@ def test_a_label_may_differ_by_rounding_of_its_affine_and_no_more(tmp_path):
     write_volume(item["label"], (image > 0.5).astype(np.uint8), near)
     assert on_grid(item, keys((16, 16, 16), 1.2))["label"].any()
     write_volume(item["label"], (image > 0.5).astype(np.uint8), far)
-    with pytest.raises(InputError, match="label.nii.gz: the label of .*image.nii.gz is on another grid"):
+    with pytest.raises(InputError, match="label.nii.gz: the label of .*image.nii.gz is on another grid .*fits the "
+                                         "image voxel by voxel, one of the two headers is wrong.*order=0\\)\\.$"):
+        on_grid(item, keys((16, 16, 16), 1.2))
+    header = nibabel.load(item["image"])
+    header.set_qform(far + np.eye(4, k=3) * 9)
+    nibabel.save(header, item["image"])
+    with pytest.raises(InputError, match="headers is wrong.*image.nii.gz: its sform and qform differ by up to 9"):
         on_grid(item, keys((16, 16, 16), 1.2))
     write_volume(item["label"], (image > 0.5)[:-1].astype(np.uint8), OBLIQUE)
     with pytest.raises(InputError, match=r"another grid .*\(19, 22, 24\) and \(20, 22, 24\)"):
