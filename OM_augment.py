@@ -217,6 +217,9 @@ def read_items(args, cfg):
         items = list_volumes(args.data, channels=cfg["data.channels"])
         items = select(args.data, trainable(args.data, items), args.ids)  # each is opened when its turn comes
     else:
+        if args.model != "none" and cfg["data.channels"] > 1:
+            raise InputError(f"--image: {args.model} was trained with {cfg['data.channels']} channels of each volume, "
+                             "and this is one; give them by --data, as a folder with X_0000 and X_0001, or as a list.")
         items = [read_one(args.image, dims)]
         items[0]["label"] = Path(args.label) if args.label else None
     return cases_of(args.nnunet, items, dims) if args.nnunet else items

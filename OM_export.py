@@ -34,8 +34,8 @@ PUBLISHED = """Trained by its authors: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Pa
 model (DRDM): instance deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987;
 weights from github.com/jianqingzheng/def_diff_rec. The file does not record how long and on which data."""
 REGISTER = """\
-    omnimorph register --fixed F.nii.gz --moving M.nii.gz --model FOLDER --affine none --refine 0 --out Results/fast
-    omnimorph register --fixed F.nii.gz --moving M.nii.gz --model FOLDER --out Results/pair
+    omnimorph register {pair} --model FOLDER --affine none --refine 0 --out Results/fast
+    omnimorph register {pair} --model FOLDER --out Results/pair
 """
 CONFIG, PAGE = "config.json", "README.md"  # beside EXPORTED; a hub displays PAGE and counts downloads by CONFIG
 # The last one may hold a secret address.
@@ -46,6 +46,10 @@ SENTENCES = {"diffusion": "Diffusion: a volume is deformed at random, and the ne
              "contrastive": "Contrastive: the embedding of a deformed volume is close to that of its own condition, "
              "far from other subjects'.",
              "registration": "Registration: two volumes are aligned, the network seeing all of the fixed one. {labels}"}
+FIGURES = """On volumes that the training has not seen, found by the training itself at this checkpoint. Dice needs
+labels of these volumes, which also choose the best checkpoint.
+
+"""
 CARD = """---
 {licence_keys}
 library_name: omnimorph
@@ -65,9 +69,6 @@ volume, a time and a condition, it predicts a displacement field.
 {training}
 
 ## Validation
-On volumes that the training has not seen, found by the training itself at this checkpoint; Dice needs labels, which are
-used for this figure only.
-
 {figures}
 
 ## Intended use
@@ -83,7 +84,7 @@ drawing deformed copies of labelled images for the training of other networks.
 ## Use
 FOLDER is the folder of this page, or {hub}OWNER/NAME where it lies on huggingface.co.
 
-{register}    omnimorph augment --image I.nii.gz --label L.nii.gz --model FOLDER --out Results/augmented
+{register}    omnimorph augment {image} --model FOLDER --out Results/augmented
     python -c "import omnimorph; net, cfg = omnimorph.load_model('FOLDER')"
 
 `pip install .` in the repository provides these commands; there, `python OM_register.py` and `python OM_augment.py` do
@@ -235,12 +236,18 @@ def card(source, net, state, cfg, about, digest, licence):
              for mode in modes_of(cfg, MODES)]
     published = state.get("published", False)
     figures = markdown_table(["", ""], about["metrics"].items())
+    pair, image = "--fixed F.nii.gz --moving M.nii.gz", "--image I.nii.gz --label L.nii.gz"
+    if cfg["data.channels"] > 1:
+        further = {side: " ".join(f"{side}{number}.nii.gz" for number in range(2, cfg["data.channels"] + 1))
+                   for side in "FM"}
+        pair += f" --fixed-channels {further['F']} --moving-channels {further['M']}"
+        image = "--data FOLDER_OF_IMAGES"
     return CARD.format(
         licence_keys=licence_keys(licence), data=cfg["data.name"], hub=HUB, architecture=architecture(net, cfg),
         modes="\n".join(f"- {sentence}" for sentence in modes),
         training=PUBLISHED if published else training(state, cfg, about),
-        register="" if cfg["model.condition_type"] == "none" else REGISTER,
-        figures=figures if about["metrics"] else "No figures were recorded for this checkpoint.",
+        register="" if cfg["model.condition_type"] == "none" else REGISTER.format(pair=pair),
+        image=image, figures=FIGURES + figures if about["metrics"] else "No figures were recorded for this checkpoint.",
         file=markdown_table(["", ""], [("File", f"`{EXPORTED}`, of `{source}`"), ("SHA-256", f"`{digest}`"),
                                        ("Licence", licence)]))
 

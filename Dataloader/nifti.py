@@ -97,7 +97,7 @@ def checked_image(path, array):
         raise InputError(f"{path}: shape {array.shape} has no voxels; give a volume.")
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(array, dtype=np.float32)
-    _require_finite(path, array)
+    require_finite_voxels(path, array)
     if array.min() == array.max():
         raise InputError(f"{path}: every voxel is {array.flat[0]:g}, so the volume is empty; remove it from the "
                          "data set.")
@@ -138,7 +138,7 @@ def read_label(path, dims=3):
     whole numbers (within ROUNDED, the error of a scale factor in the header) or do not fit int32.
     """
     array, affine = _read(path, dims)
-    _require_finite(path, array)
+    require_finite_voxels(path, array)
     if array.dtype.kind == "f":
         whole = np.round(array)
         broken = np.count_nonzero(np.abs(array - whole) > ROUNDED * np.maximum(1, np.abs(whole)))
@@ -156,7 +156,7 @@ def read_label(path, dims=3):
 def read_numbers(path, dims=3):
     """Read one image of any finite numbers, such as a constant or a soft mask; otherwise like `read_volume`."""
     array, affine = _read(path, dims)
-    _require_finite(path, array)
+    require_finite_voxels(path, array)
     return np.ascontiguousarray(array, dtype=np.float32), affine
 
 
@@ -459,7 +459,8 @@ def _require_bytes(path, image, present):
         raise InputError(f"{path}: truncated, {present} of {needed} bytes are there; copy or download it again.")
 
 
-def _require_finite(path, array):
+def require_finite_voxels(path, array):
+    """Raise InputError if a volume has voxels that are NaN or infinite. path: its file or name."""
     bad = array.size - np.count_nonzero(np.isfinite(array))
     if bad:
         raise InputError(f"{path}: {bad} of {array.size} voxels are NaN or infinite; set them to the background, as "

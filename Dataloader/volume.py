@@ -17,6 +17,7 @@ from Dataloader.nifti import (
     read_affine,
     read_numbers,
     read_volume,
+    require_finite_voxels,
     stored_type,
 )
 from Runtime.errors import InputError
@@ -197,6 +198,7 @@ def read_mask(source, volume):
     else:
         word = f"the mask of {volume.name}"
         mask, affine, _ = in_memory(source, word)
+        require_finite_voxels(word, mask)
     require_same_grid(f"{word}: the mask", mask.shape, volume.affine if affine is None else affine,
                       f"its volume {volume.name}", volume.array.shape, volume.affine, "resample it to the volume")
     if not (mask > 0).any():

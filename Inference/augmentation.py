@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from Dataloader.grids import grid_transform, to_canonical, to_grid
-from Dataloader.nifti import rounded
+from Dataloader.nifti import require_finite_voxels, rounded
 from Dataloader.prepare import focus, scaled
 from Dataloader.volume import as_array, checked_affine
 from Diffusion.diffuser import DeformDDPM, make_condition
@@ -231,9 +231,7 @@ def require_volume(array, name, dims=None):
     if array.dtype.kind not in "buif":
         raise InputError(f"{name}: each voxel must be one real number, but the type is {array.dtype}; convert the "
                          "volume.")
-    bad = array.size - np.count_nonzero(np.isfinite(array))
-    if bad:
-        raise InputError(f"{name}: {bad} of {array.size} voxels are NaN or infinite; repair or remove the volume.")
+    require_finite_voxels(name, array)
     return array
 
 

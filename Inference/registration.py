@@ -769,7 +769,7 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
                          "a mask.")
     if placed.outlined:
         one, other = (fixed, moving) if placed.outlined == "fixed" else (moving, fixed)
-        sentences.append(f"{one.name} is blank around its content, as if skull-stripped, and {other.name} shows more "
+        sentences.append(f"{one.name} is blank around its content, as if skull-stripped, and {other.name} is not blank "
                          "there: everything outside that content is ignored, as with a mask.")
     if fixed.array.size > grids.MOST_VOXELS and is_coarser(work_affine, fixed):
         advice, gib = "", math.ceil(fine_bytes(fixed.array.size, 1 + len(fixed.channels)) / 2 ** 30)

@@ -351,6 +351,8 @@ def test_a_network_draws_copies_of_all_channels(data, trained, tmp_path, capsys)
         (name, f"{name}.nii.gz", [f"{name}_0001.nii.gz"], f"{name}.nii.gz")
         for name in ("subject_0006_draw00", "subject_0007_draw00")]
     (first, second), _ = pair_of(data)
+    assert OM_augment.main(["--image", first, *command[4:]]) == 43
+    assert "was trained with 2 channels of each volume, and this is one; give them by --data" in capsys.readouterr().err
     model = load_model(trained / "Models/demo_om_net")
     (image, affine), (channel, _) = read_volume(first), read_volume(second)
     fields = [deformed_copy(image, affine=affine, model=model, channels=[other])[2] for other in (channel, image)]

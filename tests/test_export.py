@@ -158,6 +158,10 @@ def test_the_card_names_the_modes_of_the_training_alone(tmp_path, monkeypatch):
     page = page_of(loss__dist=0, loss__ang=0, loss__regul=0, loss__contrastive=0, loss__dice=0.1)
     assert [name for name in names if name in page] == ["Registration:"] and "No labels are used." not in page
     assert "Its loss has the Dice of label maps too." in page
+    assert "No figures were recorded" in page and "choose the best checkpoint" not in page
+    page = page_of(data__channels=3)
+    assert "--fixed-channels F2.nii.gz F3.nii.gz --moving-channels M2.nii.gz M3.nii.gz --model FOLDER" in page
+    assert "omnimorph augment --data FOLDER_OF_IMAGES --model FOLDER" in page and "--image" not in page
     assert list(OM_export.SENTENCES) == list(OM_train_3modes.MODES)
     monkeypatch.setitem(OM_train_3modes.MODES, "fourth", OM_train_3modes.MODES["registration"]._replace(name="fourth"))
     assert "- Fourth.\n" in page_of(), "a mode of one's own"

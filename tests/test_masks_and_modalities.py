@@ -416,7 +416,8 @@ def test_a_mask_too_thin_to_count_is_one_sentence():
 
 def test_masks_that_do_not_fit_are_one_sentence():
     volume = (make_subject(7, SIZE)["image"], SPACING_MM)
-    for mask, words in ((np.zeros(SIZE), "nowhere above 0"), (np.ones((3, 4, 5)), "on another grid")):
+    for mask, words in ((np.zeros(SIZE), "nowhere above 0"), (np.ones((3, 4, 5)), "on another grid"),
+                        (np.full(SIZE, np.nan), "mask of fixed: .* voxels are NaN or infinite")):
         with pytest.raises(InputError, match=words):
             register(volume, volume, refine=1, fixed_mask=mask, config=config())
     with pytest.raises(InputError, match=f"similarity must be {', '.join(SIMILARITIES)}, not 'nmi'"):
