@@ -33,6 +33,8 @@ MATRICES = (".mat", ".txt", ".tfm", ".lta")
 AFFINE_NAME = "AffineTransform_double_3_3"
 RIGID = {"Euler2DTransform": (3, 2), "Similarity2DTransform": (4, 2), "Euler3DTransform": (6, 3),
          "VersorRigid3DTransform": (6, 3), "Similarity3DTransform": (7, 3)}  # of ITK: number of parameters, of axes
+INTO_A_FIELD = ("turn a composite, B-spline or the like into one displacement field on the fixed grid first "
+                "(SimpleITK: TransformToDisplacementField)")
 VOX_TO_VOX, RAS_TO_RAS = 0, 1  # FreeSurfer's types of transform in a .lta file
 
 
@@ -102,19 +104,21 @@ def _plain_numbers(content):
 
 
 def _itk_text(path, text):
-    """Name, parameters and fixed parameters of the only transform in an ITK text file."""
+    """Name, parameters and fixed parameters of the only transform in an ITK text file; a composite of one is that one.
+    """
     lines = [line.split(":", 1) for line in text.splitlines() if ":" in line and not line.startswith("#")]
     names = [value.strip() for key, value in lines if key == "Transform"]
     try:
         numbers = {key: np.array(value.split(), np.float64) for key, value in lines if key.endswith("Parameters")}
     except ValueError as error:
         raise InputError(f"{path}: not a readable ITK transform ({error}); export it again.") from error
-    if len(names) != 1:
-        raise InputError(f"{path}: the file has {len(names)} transforms; give a file with one, such as ANTs' "
-                         "0GenericAffine.mat.")
+    members = [name for name in names if not name.startswith("CompositeTransform")] or names
+    if len(members) != 1:
+        raise InputError(f"{path}: the file has {len(members)} transforms; give a file with one, such as ANTs' "
+                         f"0GenericAffine.mat, or {INTO_A_FIELD}.")
     if numbers.keys() != {"Parameters", "FixedParameters"}:
         raise InputError(f"{path}: a line Parameters or FixedParameters is missing; export it again.")
-    return names[0], numbers["Parameters"], numbers["FixedParameters"]
+    return members[0], numbers["Parameters"], numbers["FixedParameters"]
 
 
 def _itk_matlab(path, content):
@@ -146,7 +150,7 @@ def _from_itk(path, name, parameters, centre):
     elif kind == "TranslationTransform":
         linear, shift, centre = np.eye(len(parameters)), parameters, np.zeros(len(parameters))
     else:
-        raise InputError(f"{path}: {name} is not an affine matrix; give an AffineTransform, or a field.")
+        raise InputError(f"{path}: {name} is not an affine matrix; give an AffineTransform, or {INTO_A_FIELD}.")
     lps, dims = np.eye(4), len(shift)
     lps[:dims, :dims] = linear
     lps[:dims, 3] = shift + centre - linear @ centre
@@ -254,8 +258,8 @@ def read_any_field(path, dims=3, across=False):
     try:
         transform = sitk.DisplacementFieldTransform(sitk.ReadTransform(str(path)))
     except (RuntimeError, KeyError) as error:  # KeyError: a transform that SimpleITK does not know
-        raise InputError(f"{path}: not an ITK displacement field ({formats.reason_of(error)}); write the field alone, "
-                         "or as .nii.gz.") from error
+        raise InputError(f"{path}: not an ITK displacement field ({formats.reason_of(error)}); {INTO_A_FIELD}; an "
+                         "affine for --initial has to be a .tfm or .mat file.") from error
     image = transform.GetDisplacementField()
     affine, vectors_mm = formats.affine_of(image), sitk.GetArrayFromImage(image)
     if image.GetDimension() == 2:

@@ -78,6 +78,13 @@ def test_matrices_of_itk(tmp_path, kind, suffix):
     np.testing.assert_allclose(moved(read_matrix(path, None, None)), moved_by_itk(ITK[kind]), atol=1e-4)
 
 
+@pytest.mark.parametrize("suffix", [".tfm", ".txt"])
+def test_a_composite_of_one_matrix_is_that_matrix(tmp_path, suffix):
+    sitk.WriteTransform(sitk.CompositeTransform([ITK["affine"]]), str(tmp_path / f"a{suffix}"))
+    matrix = read_matrix(tmp_path / f"a{suffix}", None, None)
+    np.testing.assert_allclose(moved(matrix), moved_by_itk(ITK["affine"]), atol=1e-4)
+
+
 def test_our_matrix_is_read_by_itk_and_by_us(tmp_path):
     matrix = matrix_near_identity()
     write_matrix(tmp_path / "affine.mat", matrix)
@@ -151,11 +158,13 @@ def test_nitransforms_writes_what_we_read(tmp_path, pair, suffix, program, movin
     ("a.xfm", b"1 2 3", "a matrix ends in .mat"), ("a.mat", b"0 " * 16, "cannot be inverted"),
     ("a.txt", b"1 0 0 0\n0 1 0 0\n0 0 1 0\n0 0 0 1\n", "sixteen numbers do not say whose matrix"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: BSplineTransform_double_3_3\nParameters: 1\n"
-     b"FixedParameters: 0 0 0\n", "is not an affine matrix"),
+     b"FixedParameters: 0 0 0\n", "is not an affine matrix; .*TransformToDisplacementField"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: AffineTransform_double_3_3\nParameters: 1 x\n",
      "not a readable ITK transform"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: CompositeTransform_double_3_3\n", "Parameters is missing"),
     ("a.tfm", b"#Insight Transform File V1.0\n", "0 transforms"),
+    ("a.tfm", b"#Insight Transform File V1.0\nTransform: CompositeTransform_double_3_3\n" + 2 * b"Transform: A\n",
+     "2 transforms; .*TransformToDisplacementField"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: Euler3DTransform_double_3_3\nParameters: 0 0 0 4 5\n"
      b"FixedParameters: 0 0 0\n", "has 5 parameters and a centre of 3, so the file is cut off"),
     ("A.TFM", b"#Insight Transform File V1.0\nTransform: Similarity3DTransform_double_3_3\nParameters: 0 0 0 1 2 3\n"
@@ -216,10 +225,25 @@ def test_a_field_of_one_plane(tmp_path):
         read_any_field(tmp_path / "thick.h5", 2)
 
 
+def test_a_composite_is_read_once_it_has_become_one_field(tmp_path):
+    """As the message for one advises."""
+    composite = sitk.CompositeTransform([ITK["affine"], ITK["euler"]])
+    write_volume(tmp_path / "fixed.nii.gz", np.zeros(SHAPE, np.uint8), OBLIQUE)
+    sitk.WriteTransform(composite, str(tmp_path / "both.h5"))
+    with refused("both.h5", "composite.* into one displacement field on the fixed grid first .SimpleITK: TransformTo"):
+        read_any_field(tmp_path / "both.h5")
+    field = sitk.TransformToDisplacementFieldFilter()
+    field.SetReferenceImage(sitk.ReadImage(str(tmp_path / "fixed.nii.gz")))
+    sitk.WriteImage(field.Execute(composite), str(tmp_path / "field.nii.gz"))
+    found, affine = read_any_field(tmp_path / "field.nii.gz")
+    np.testing.assert_allclose(moved(affine, np.array([[3.0, 4, 5]]) + found[:, 3, 4, 5]),
+                               moved_by_itk(composite, moved(affine, np.array([[3.0, 4, 5]]))), atol=1e-3)
+
+
 def test_what_is_no_field_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "a.h5").write_bytes(b"nothing")
     sitk.WriteTransform(ITK["affine"], str(tmp_path / "matrix.h5"))
-    for name, reason in (("a.h5", "not an ITK displacement field"), ("matrix.h5", "not an ITK displacement field"),
+    for name, reason in (("a.h5", "not an ITK displacement field"), ("matrix.h5", "has to be a .tfm or .mat file"),
                          ("none.h5", "no such file")):
         with refused(name, reason):
             read_any_field(tmp_path / name)
