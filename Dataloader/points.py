@@ -166,16 +166,15 @@ def _table(path, content):
 
     A header row names the columns x, y and z in any order, beside others such as an id; without a header there are
     three columns. Commas, semicolons, tabs or blanks separate them; decimal commas are read too, unless commas separate
-    the columns. The text is UTF-8, UTF-16 or Latin-1.
+    the columns. Cells may be quoted unless blanks separate them. The text is UTF-8, UTF-16 or Latin-1.
     """
     lines = [line for line in _text(content).splitlines() if line.strip()]
-    rows = [_cells(line) for line in lines]
+    rows = [_cells(path, line) for line in lines]
     columns, first = (0, 1, 2), 0
     if rows and None in map(_number, rows[0]):
         # Names may have blanks: the header's separator decides.
         separator = next((each for each in "\t;," if each in lines[0]), None)
-        rows = [[cell.strip() for cell in line.split(separator)] if separator and separator in line else _cells(line)
-                for line in lines]
+        rows = [_cells(path, line, separator) for line in lines]
         names = [re.sub(r"[\W_]*mm\W*$", "", cell.strip("\"' ").lower()) for cell in rows[0]]
         if sorted(name for name in names if name in ("x", "y", "z")) != ["x", "y", "z"]:
             raise InputError(f"{path}: its header {_shown(rows[0])} does not name the columns x, y and z; correct "
@@ -209,14 +208,21 @@ def _shown(row):
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-def _cells(line):
-    """The cells of a row, split at its own separator: tabs, semicolons, commas or blanks."""
-    line = line.strip()
-    if "\t" in line or ";" in line:
-        return [cell.strip() for cell in line.split("\t" if "\t" in line else ";")]
-    if "," in line and (" " not in line or ", " in line or " ," in line):  # else it is a decimal comma
-        return [cell.strip() for cell in line.split(",")]
-    return line.split()
+def _cells(path, line, separator=None):
+    """The cells of a row, split at a separator, or at its own one if it lacks that: tabs, semicolons, commas or blanks.
+    """
+    if not separator or separator not in line:
+        line = line.strip()
+        separator = next((each for each in "\t;" if each in line), None)
+        if not separator and "," in line and (" " not in line or ", " in line or " ," in line):
+            separator = ","  # else it is a decimal comma
+    if not separator:
+        return line.split()
+    try:
+        row, = csv.reader([line], delimiter=separator, skipinitialspace=True)
+    except csv.Error as error:
+        raise InputError(f"{path}: not a table of points ({error}); save it again as CSV.") from None
+    return [cell.strip() for cell in row]
 
 
 def _number(cell):

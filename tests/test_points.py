@@ -29,6 +29,9 @@ BINARY = (b"# vtk DataFile Version 5.1\nvtk output\nBINARY\nDATASET POLYDATA\nFI
     ("id,x,y,z\n7,10.5,12.25,-3.5\n8,1,2,3\n", "utf-8"), ("z,y,x\n-3.5,12.25,10.5\n3,2,1\n", "utf-8"),
     ("label;X (mm);Y_mm;z\nnose;10,5;12,25;-3,5\nbrücke;1;2;3\n", "latin-1"), ("10,5 12,25 -3,5\n1 2 3\n", "utf-8"),
     ("\ufeffx,y,z\n10.5,12.25,-3.5\n\n1;2;3\n", "utf-8"),
+    ('"10.5","12.25","-3.5"\n"1","2","3"\n', "utf-8"), ('"x";"y";"z"\n"10,5";"12,25";"-3,5"\n1;2;"3"\n', "utf-8"),
+    ('"label","x","y","z"\n"L0, left","10,5","12.25","-3.5"\nL1, "1", 2, 3\n', "utf-8"),
+    ('x,y,z,side\n10.5,12.25,-3.5,"nose, ""tip"""\n1,2,3, "a, b"\n', "utf-8"),
     ("x\ty\tz\n10,5\t12,25\t-3,5\n1\t2\t3\n", "utf-16"), ("10.5, 12.25, -3.5\n1, 2, 3\n", "utf-16-le")])
 def test_landmarks_as_people_have_them(tmp_path, text, encoding):
     path = tmp_path / "points.csv"
@@ -101,7 +104,7 @@ def test_landmarks_of_other_programs(tmp_path, name, content):
     ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", '""').encode(), "control point 2, chin, has no position"),
     ("p.mrk.json", MARKUPS.replace('"LPS"', '"LPS", "coordinateUnits": "cm"').encode(), "in cm; export them in mm"),
     ("p.fcsv", b'"' + 200_000 * b"a", "not a table of points"),
-    ("p.csv", b"{" + 99 * b"a" + b"\n", "does not name the columns x, y and z"),
+    ("p.csv", b'x,y,z,id\n1,2,3,"' + 200_000 * b"a", "not a table of points"), ("p.csv", b"{" + 99 * b"a" + b"\n", "does not name the columns x, y and z"),
     ("p.fcsv", HEADER.format("RAS").encode(), "no landmarks"),
     ("p.mrk.json", b"[]", "not a list of Slicer's control points"),
     ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", "[]").encode(), "2, chin, has no position; place it"),
