@@ -36,7 +36,8 @@ def parse_arguments(argv=None):
                         "the nearest voxel (as in results.json, else smooth)")
     parser.add_argument("--fixed-points", help="landmarks of the fixed volume: a table (x,y,z in mm, RAS), .fcsv, "
                         ".mrk.json, .json or .vtk")
-    parser.add_argument("--moving-points", help="the same landmarks in the moving volume")
+    parser.add_argument("--moving-points", help="the same landmarks in the moving volume, in the same order or "
+                        "with the same names")
     parser.add_argument("--dims", type=int, choices=(2, 3), help="number of axes of the volumes (as in results.json, "
                         "else 3)")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the scores go")

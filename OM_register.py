@@ -52,7 +52,8 @@ def parse_arguments(argv=None):
                         help="further channels of the moving volume, in the same order; they are warped too")
     parser.add_argument("--points", help="landmarks of the fixed volume to transform into the moving volume: a "
                         "table (x,y,z in mm, RAS), .fcsv, .mrk.json, .json or .vtk")
-    parser.add_argument("--moving-points", help="the same landmarks in the moving volume, to score the registration")
+    parser.add_argument("--moving-points", help="the same landmarks in the moving volume, in the same order or "
+                        "with the same names, to score the registration")
     parser.add_argument("--pairs", metavar="LIST", help=".csv table or .json list with fixed, moving, fixed_label, "
                         "moving_label, fixed_mask, moving_mask, fixed_channel_2, moving_channel_2, ..., points, "
                         "moving_points, name, or a Learn2Reg file; paths are relative to it. With --fixed it may be a "

@@ -21,6 +21,7 @@ from Runtime.files import require_file, write_file
 MESHES = (".vtp", ".vtu", ".ply", ".stl", ".obj")  # not read
 SPACE = re.compile(rb"\bSPACE(?:=|\s+1\s+1\s+string\s.?)(RAS|LPS)\b")  # a title or field data of Slicer's .vtk files
 MOST_SHOWN = 60  # characters of a row in a message
+NAMED_BY = ("name", "label", "id")  # columns that name the points; the first one that a table has counts
 SIGNS = {"RAS": 1.0, "0": 1.0, "LPS": LPS, "1": LPS}
 
 
@@ -29,11 +30,36 @@ def read_points(path):
 
     Returns: (P, 3) float64 in mm, RAS. Raises InputError if the file is missing or an entry lacks its numbers.
     """
-    points_mm, copy = _parsed(path)
+    return _named_points(path)[0]
+
+
+def read_point_pairs(fixed, moving):
+    """Read the landmarks of two volumes so that both arrays have the same point in the same row.
+
+    If the two files have the same names for their points, each once, the moving points are put into the order of the
+    fixed ones. The names are a column name, label or id of a table, or Slicer's labels.
+    fixed, moving: paths. Returns: two arrays as from `read_points`; their lengths may differ.
+    Raises InputError as `read_points`, and if the same names stand in other rows but cannot be matched.
+    """
+    (fixed_mm, fixed_names), (moving_mm, moving_names) = map(_named_points, (fixed, moving))
+    rows = {name: row for row, name in enumerate(moving_names)}
+    if len(rows) == len(moving_names) and sorted(fixed_names) == sorted(moving_names) != []:
+        return fixed_mm, moving_mm[[rows[name] for name in fixed_names]]
+    known = set(fixed_names)
+    astray = next((own for other, own in zip(fixed_names, moving_names) if own != other and own in known), None)
+    if astray is not None and len(fixed_mm) == len(moving_mm):
+        raise InputError(f"{fixed} and {moving} list the landmarks in different orders, such as {astray}; sort one "
+                         "like the other, with the same names.")
+    return fixed_mm, moving_mm
+
+
+def _named_points(path):
+    """`read_points`, and the names of the points: a list of str, empty if the file does not name all of them."""
+    points_mm, names, copy = _parsed(path)
     if not len(points_mm):
         advice = "save it again with some" if copy else "write x,y,z in millimetres in each row"
         raise InputError(f"{path}: the file has no landmarks; {advice}.")
-    return points_mm
+    return points_mm, names if all(names) else []
 
 
 def write_points(folder, source, points_mm):
@@ -44,7 +70,7 @@ def write_points(folder, source, points_mm):
     table, *copies = point_files(folder, source)
     write_file(table, "x,y,z\n" + "".join("{:.6f},{:.6f},{:.6f}\n".format(*point) for point in points_mm))
     for path in copies:
-        write_file(path, _parsed(source)[1](np.asarray(points_mm)))
+        write_file(path, _parsed(source)[2](np.asarray(points_mm)))
 
 
 def point_files(folder, source):
@@ -59,8 +85,8 @@ def _suffix(path):
 
 
 def _parsed(path):
-    """The points of a file, (P, 3) in mm, RAS, and a function of others that gives a copy of the file with them as
-    bytes; None for a table."""
+    """The points of a file, (P, 3) in mm, RAS; their names, "" for a point without one, or []; a function of other
+    points that gives a copy of the file with them as bytes, None for a table."""
     path = Path(path)
     require_file(path)
     if ends_in(path, MESHES):
@@ -100,12 +126,12 @@ def _fcsv(path, content):
         csv.writer(table, lineterminator="\n").writerows(rows)
         return (head + table.getvalue()).encode()
 
-    return np.array(points_mm, np.float64).reshape(-1, 3) * sign, copy
+    return np.array(points_mm, np.float64).reshape(-1, 3) * sign, _names(columns, rows), copy
 
 
 def _markups(path, content):
     """Slicer's .mrk.json: lists of control points, each with its own coordinate system."""
-    found, points_mm = [], []  # (control point, its signs); their places
+    found, points_mm, names = [], [], []  # (control point, its signs); their places and labels
     try:
         markups = json.loads(_text(content))
         for each in markups["markups"]:
@@ -119,6 +145,7 @@ def _markups(path, content):
                 raise InputError(f"{path}: control point {number}, {point.get('label', 'without a label')}, has no "
                                  "position; place it in Slicer, or delete it.")
             points_mm.append(place)
+            names.append(str(point.get("label") or ""))
         points_mm = np.array(points_mm).reshape(-1, 3)
     except InputError:
         raise
@@ -130,7 +157,7 @@ def _markups(path, content):
             point["position"] = (place * sign + 0.0).tolist()
         return json.dumps(markups, indent=1).encode()
 
-    return points_mm, copy
+    return points_mm, names, copy
 
 
 def _vtk(path, content):
@@ -158,7 +185,7 @@ def _vtk(path, content):
         rows = "\n".join(" ".join(f"{value:.9g}" for value in point) for point in values)
         return content[:start.end()] + (values.astype(dtype).tobytes() if binary else rows.encode()) + content[end:]
 
-    return numbers.astype(np.float64).reshape(-1, 3) * sign, copy
+    return numbers.astype(np.float64).reshape(-1, 3) * sign, [], copy
 
 
 def _table(path, content):
@@ -170,7 +197,7 @@ def _table(path, content):
     """
     lines = [line for line in _text(content).splitlines() if line.strip()]
     rows = [_cells(path, line) for line in lines]
-    columns, first = (0, 1, 2), 0
+    columns, first, names = (0, 1, 2), 0, []
     if rows and None in map(_number, rows[0]):
         # Names may have blanks: the header's separator decides.
         separator = next((each for each in "\t;," if each in lines[0]), None)
@@ -187,7 +214,13 @@ def _table(path, content):
             advice = "" if first or len(row) < 4 else "; a header row must name the columns x, y and z"
             raise InputError(f"{path} row {number}: {_shown(row)} is not x, y, z in millimetres{advice}.")
         points_mm.append(point_mm)
-    return np.array(points_mm), None
+    return np.array(points_mm), _names(names, rows[first:]), None
+
+
+def _names(columns, rows):
+    """The cells that name the points, by the names of the columns in lower case; [] without such a column."""
+    place = next((columns.index(name) for name in NAMED_BY if name in columns), None)
+    return [] if place is None else [row[place].strip() if place < len(row) else "" for row in rows]
 
 
 def _text(content):

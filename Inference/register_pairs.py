@@ -25,7 +25,7 @@ from Dataloader.nifti import (
     read_numbers,
     read_raw_header,
 )
-from Dataloader.points import point_files, read_points, write_points
+from Dataloader.points import point_files, read_point_pairs, read_points, write_points
 from Dataloader.transforms import read_any_field
 from Dataloader.volume import dims_of, shape_of
 from Diffusion.metrics import folding_percent
@@ -204,11 +204,12 @@ def register_pair(pair, folder, earlier):
     """Register one pair, write its files into `folder`, and return its row of the results."""
     args, model, cfg = WORKER["args"], WORKER["model"], WORKER["cfg"]
     dims, out = cfg["model.dims"], args.home
-    points_mm = [read_points(pair[key]) if key in pair else None for key in ("points", "moving_points")]
+    points_mm = read_points(pair["points"]) if "points" in pair else None, None
     if "moving_points" in pair and "points" not in pair:
         raise InputError(f"{pair['moving_points']}: landmarks of the moving volume score nothing alone; give those of "
                          "the fixed volume too (points).")
-    if all(points is not None for points in points_mm):  # unequal numbers are told before the work
+    if "moving_points" in pair:  # unequal numbers are told before the work
+        points_mm = read_point_pairs(pair["points"], pair["moving_points"])
         point_scores(*points_mm, pair, None, None)
     require_like_channels(pair)
     require_apart(folder, inputs_of(pair, args), Path(args.out), args.learn2reg)

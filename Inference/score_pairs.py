@@ -8,7 +8,7 @@ from tqdm import tqdm
 from Dataloader.datalist import read_json
 from Dataloader.grids import require_same_grid, thinning
 from Dataloader.nifti import read_header, read_label
-from Dataloader.points import read_points
+from Dataloader.points import read_point_pairs
 from Dataloader.transforms import read_any_field
 from Diffusion.metrics import spread
 from Inference.choices import require_partners
@@ -79,8 +79,8 @@ def score_pair(pair, dims=3, carried=None):
         if not problem:
             scores.update(label_scores(label_maps, fixed, fixed_affine[:3, :dims]))
     if "fixed_points" in pair and "moving_points" in pair:
-        fixed_mm, moving_mm = read_points(pair["fixed_points"]), read_points(pair["moving_points"])
-        scores.update(point_scores(fixed_mm, moving_mm, pair, field, affine))
+        points_mm = read_point_pairs(pair["fixed_points"], pair["moving_points"])
+        scores.update(point_scores(*points_mm, pair, field, affine))
     scores["warnings"] = [*said_of_labels(scores), *filter(None, (problem, gone))]
     if len(scores) == 3:
         why = problem.rstrip(".") or f"{scores['name']}: nothing to score"

@@ -299,7 +299,8 @@ def point_scores(fixed_mm, moving_mm, pair, field, affine):
     """
     if len(fixed_mm) != len(moving_mm):
         raise InputError(f"{pair.get('fixed_points') or pair.get('points')} has {len(fixed_mm)} landmarks and "
-                         f"{pair['moving_points']} has {len(moving_mm)}; both must list the same points.")
+                         f"{pair['moving_points']} has {len(moving_mm)}; both must list the same points in the same "
+                         "order.")
     normal = plane_normal(affine) if field is not None and len(field) == 2 else np.zeros(3)
 
     def distance_mm(points_mm):

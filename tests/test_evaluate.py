@@ -95,7 +95,9 @@ def test_landmarks(pair):
     voxels = np.array([[8.0, 9, 12], [10, 20, 15]])
     for name, points in (("fixed", voxels), ("moving", voxels + [3, 0, 0])):
         world = points @ OBLIQUE[:3, :3].T + OBLIQUE[:3, 3]
-        np.savetxt(pair / f"{name}.csv", world, delimiter=",", header="x,y,z", comments="")
+        rows = ["{},{},{},{}".format(*point, label) for label, point in zip("ab", world)]
+        rows = rows if name == "fixed" else rows[::-1]  # the names pair them
+        (pair / f"{name}.csv").write_text("\n".join(["x,y,z,name", *rows]))
     assert run(pair, "--field", pair / "field.nii.gz", "--fixed-points", pair / "fixed.csv",
                "--moving-points", pair / "moving.csv") == 0
     found = scores(pair)[0]
@@ -236,7 +238,8 @@ def test_slices(tmp_path, capsys):
     (("--moving-label", "moving.nii.gz"), "moving_label scores nothing alone: add fixed_label, or leave it out"),
     (("--warped-label", "moving.nii.gz", "--field", "f"), "warped_label scores nothing alone: add fixed_label"),
     (("--fixed-points", "one.csv"), "fixed_points scores nothing alone: add moving_points, or leave it out"),
-    (("--fixed-points", "one.csv", "--moving-points", "two.csv"), "one.csv has 1 landmarks and .*two.csv has 2"),
+    (("--fixed-points", "one.csv", "--moving-points", "two.csv"),
+     "one.csv has 1 landmarks and .*two.csv has 2; both must list the same points in the same order"),
 ])
 def test_what_does_not_fit_is_one_sentence(pair, monkeypatch, capsys, words, message):
     monkeypatch.chdir(pair)

@@ -443,12 +443,14 @@ def test_labels_of_another_size_and_landmarks_are_registered_drawn_and_scored(da
     for number, side in enumerate(("fixed", "moving")):
         label = np.asarray(nibabel.load(data / f"sub-0{number}_dseg.nii.gz").dataobj)[::2, ::2, ::2]
         write_volume(tmp_path / f"{side}.nii.gz", unit * label.astype(np.int32), np.diag([2.0, 2, 2, 1]))
-        (tmp_path / f"{side}.csv").write_text(f"{5 + number},6,5\n4,{7 - number},5\n")
+        rows = [f"{5 + number},6,5,a", f"4,{7 - number},5,b"][::1 - 2 * number]  # paired by their names
+        (tmp_path / f"{side}.csv").write_text("\n".join(["x,y,z,name", *rows]))
         words += [f"--{side}", data / f"sub-0{number}_T1w.nii.gz", f"--{side}-label", tmp_path / f"{side}.nii.gz",
                   "--points" if side == "fixed" else "--moving-points", tmp_path / f"{side}.csv"]
     assert OM_register.main([str(word) for word in (*words, *FAST) if word != "--no-picture"]) == 0
     assert {"picture.png", "report.html"} <= {path.name for path in (tmp_path / "out").iterdir()}
     row, = results(tmp_path / "out")["pairs"]
+    assert row["tre_before_mm"] == pytest.approx(1)
     assert OM_evaluate.main(["--pairs", str(tmp_path / "out/results.json"), "--out",
                              str(tmp_path / "scores")]) == 0
     score, = json.loads((tmp_path / "scores/scores.json").read_text())["pairs"]

@@ -7,7 +7,7 @@ import pytest
 
 import OM_register
 from Dataloader.nifti import write_field
-from Dataloader.points import point_files, read_points, write_points
+from Dataloader.points import point_files, read_point_pairs, read_points, write_points
 from Runtime.errors import InputError
 
 # Two landmarks in RAS, as each program writes them.
@@ -104,7 +104,8 @@ def test_landmarks_of_other_programs(tmp_path, name, content):
     ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", '""').encode(), "control point 2, chin, has no position"),
     ("p.mrk.json", MARKUPS.replace('"LPS"', '"LPS", "coordinateUnits": "cm"').encode(), "in cm; export them in mm"),
     ("p.fcsv", b'"' + 200_000 * b"a", "not a table of points"),
-    ("p.csv", b'x,y,z,id\n1,2,3,"' + 200_000 * b"a", "not a table of points"), ("p.csv", b"{" + 99 * b"a" + b"\n", "does not name the columns x, y and z"),
+    ("p.csv", b'x,y,z,id\n1,2,3,"' + 200_000 * b"a", "not a table of points"),
+    ("p.csv", b"{" + 99 * b"a" + b"\n", "does not name the columns x, y and z"),
     ("p.fcsv", HEADER.format("RAS").encode(), "no landmarks"),
     ("p.mrk.json", b"[]", "not a list of Slicer's control points"),
     ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", "[]").encode(), "2, chin, has no position; place it"),
@@ -118,6 +119,39 @@ def test_files_without_landmarks_are_refused(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=f"{name}.*{re.escape(words)}"):
         read_points(tmp_path / name)
+
+
+NAMED = "name,x,y,z\nnose,10.5,12.25,-3.5\nchin,1,2,3\n"
+
+
+@pytest.mark.parametrize("name, content", [
+    ("m.csv", "id;X;label;Y;Z\n1;1;chin;2;3\n2;10,5;nose;12,25;-3,5\n"),
+    ("m.csv", 'x,y,z,"ID"\n1,2,3,"chin"\n10.5,12.25,-3.5,"nose"\n'),
+    ("m.fcsv", HEADER.format("RAS") + "F_1,1,2,3,1,0,chin\nF_2,10.5,12.25,-3.5,1,1,nose\n"),
+    ("m.mrk.json", json.dumps({"markups": [{"controlPoints": CONTROL[::-1]}]}))])
+def test_landmarks_of_two_files_are_paired_by_name(tmp_path, name, content):
+    (tmp_path / "f.csv").write_text(NAMED)
+    (tmp_path / name).write_text(content)
+    assert read_points(tmp_path / name).tolist() == RAS[::-1], "alone, in the order of the file"
+    for points_mm in read_point_pairs(tmp_path / "f.csv", tmp_path / name):
+        assert points_mm.tolist() == RAS
+
+
+@pytest.mark.parametrize("text", ["x,y,z\n4,5,6\n7,8,9\n", "name,x,y,z\nM-1,4,5,6\nM-2,7,8,9\n",
+                                  "name,x,y,z\nchin,4,5,6\n,7,8,9\n",
+                                  "name,x,y,z\nnose,4,5,6\nchin 2,7,8,9\n"])
+def test_landmarks_without_the_same_names_are_paired_by_row(tmp_path, text):
+    (tmp_path / "f.csv").write_text(NAMED)
+    (tmp_path / "m.csv").write_text(text)
+    assert read_point_pairs(tmp_path / "f.csv", tmp_path / "m.csv")[1].tolist() == [[4, 5, 6], [7, 8, 9]]
+
+
+@pytest.mark.parametrize("names, said", [(("chin", "Nose"), "chin"), (("nose", "nose"), "nose")])
+def test_names_that_stand_in_other_rows_and_do_not_all_match_are_refused(tmp_path, names, said):
+    (tmp_path / "f.csv").write_text(NAMED)
+    (tmp_path / "m.csv").write_text("name,x,y,z\n{},1,2,3\n{},4,5,6\n".format(*names))
+    with pytest.raises(InputError, match=f"f.csv and .*m.csv list the landmarks in different orders, such as {said};"):
+        read_point_pairs(tmp_path / "f.csv", tmp_path / "m.csv")
 
 
 def test_a_field_is_applied_to_points_of_slicer(tmp_path, capsys):
