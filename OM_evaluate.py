@@ -3,11 +3,11 @@
     python OM_evaluate.py --pairs pairs.json --out Results/run
     python OM_evaluate.py --fixed-label F.nii.gz --moving-label M.nii.gz --field field.nii.gz --out Results/pair
 
-pairs.json is the results.json of OM_register.py, or a list of objects (or an object with such a list under "pairs", or
-a .csv table) whose keys are the options below and, optionally, "name"; paths are relative to the list. A field is an
-ITK or ANTs file (millimetres) or a Learn2Reg file (voxels), on the fixed grid. Only what is given is scored. Writes
-scores.csv (a row for each pair and label), scores.json and scores.html. Exit codes: 0 done, 43 bad input, even if only
-some pairs of a list are bad: the others are scored.
+pairs.json is the results.json of OM_register.py or its folder, or a list of objects (or an object with such a list
+under "pairs", or a .csv table) whose keys are the options below and, optionally, "name"; paths are relative to the
+list. A field is an ITK or ANTs file (millimetres) or a Learn2Reg file (voxels), on the fixed grid. Only what is given
+is scored. Writes scores.csv (a row for each pair and label), scores.json and scores.html. Exit codes: 0 done, 43 bad
+input, even if only some pairs of a list are bad: the others are scored.
 """
 import Runtime  # noqa: F401  first: an outdated Python stops here with one sentence
 
@@ -24,8 +24,8 @@ from Runtime.files import require_file
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Score registrations by Dice and HD95 of each label, landmark "
                                                  "error, and folding and SDlogJ of the fields.")
-    parser.add_argument("--pairs", metavar="LIST", help="results.json of OM_register.py, or a .csv table or .json "
-                        "list of pairs with fixed_label, moving_label, field, ...")
+    parser.add_argument("--pairs", metavar="LIST", help="results.json of OM_register.py or its folder, or a .csv "
+                        "table or .json list of pairs with fixed_label, moving_label, field, ...")
     parser.add_argument("--fixed-label", help="label image of the fixed volume")
     parser.add_argument("--moving-label", help="label image of the moving volume, on any grid")
     parser.add_argument("--field", help="deformation field on the fixed grid")

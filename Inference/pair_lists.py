@@ -55,8 +55,7 @@ def read_pairs_to_register(path, key=None):
     labels = {path.parent / image: path.parent / label for image, label in files  # a pair needs single channels
               if isinstance(image, str) and isinstance(label, str)}
     pairs = [_pair_to_register(path, number, entry, labels) for number, entry in enumerate(entries, 1)]
-    if repeated := first_repeated(as_stored(pair["name"]) for pair in pairs):
-        raise InputError(f"{path}: two pairs are called {repeated}; give each its own name.")
+    _require_own_names(path, pairs)
     return pairs
 
 
@@ -125,21 +124,24 @@ def require_like_channels(pair):
 def read_pairs_to_score(path):
     """The pairs to score.
 
-    path: results.json of OM_register.py, or a JSON list (or an object with such a list under "pairs") of objects with
-    TO_SCORE and "name", or a .csv table with these columns. Warns about pairs that could not be registered and about an
-    unfinished registration.
+    path: results.json of OM_register.py or its folder, or a JSON list (or an object with such a list under "pairs") of
+    objects with TO_SCORE and "name", or a .csv table with these columns. Warns about pairs that could not be registered
+    and about an unfinished registration.
     Returns: list of dict(name=str, and a Path for each key of TO_SCORE it has; for a registered pair "written", the
     folder and the `file_digests` of its field, "resample", the path of its moving volume if its labels were resampled
     to its volumes, and "carried", how they were warped); the number of axes, None if the list does not say.
-    Raises InputError naming the file for a list that cannot be read and unknown keys.
+    Raises InputError naming the file for a list that cannot be read, unknown keys and repeated names.
     """
     path = Path(path)
+    path = path / "results.json" if path.is_dir() else path
     content = _read_list(path, (*TO_SCORE, "name"))
     entries = content.get("pairs") if isinstance(content, dict) else content
     _require_entries(path, entries, "fixed_label, moving_label, field")
     if not isinstance(content, dict) or "settings" not in content:
-        return [{"name": str(entry.get("name", f"pair {number}")), **pair_files(path, number, entry, TO_SCORE)}
-                for number, entry in enumerate(entries, 1)], None
+        pairs = [{"name": str(entry.get("name") or f"pair {number}"), **pair_files(path, number, entry, TO_SCORE)}
+                 for number, entry in enumerate(entries, 1)]
+        _require_own_names(path, pairs)
+        return pairs, None
     if "config" not in content["settings"]:
         raise InputError(f"{path}: results of {content['settings'].get('program', 'another program')}, not of "
                          "OM_register.py; list the files to score in a JSON list.")
@@ -178,6 +180,11 @@ def _read_list(path, columns):
 def _require_entries(path, entries, wanted, key=None):
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(f"{path}: no list of pairs{f' under {key}' if key else ''}; write objects with {wanted}.")
+
+
+def _require_own_names(path, pairs):
+    if repeated := first_repeated(as_stored(pair["name"]) for pair in pairs):
+        raise InputError(f"{path}: two pairs are called {repeated}; give each its own name.")
 
 
 def _pair_to_register(path, number, entry, labels):

@@ -257,7 +257,8 @@ def test_what_does_not_fit_is_one_sentence(pair, monkeypatch, capsys, words, mes
 
 
 @pytest.mark.parametrize("text, message", [
-    ("[]", "no list of pairs"), ('[{"fixed": "a.nii"}]', "pair 1 has the unknown key fixed"),
+    ("[]", "no list of pairs"), ('[{"name": "a", "field": "a.nii"}, {"name": "a"}]', "two pairs are called a; give"),
+    ('[{"fixed": "a.nii"}]', "pair 1 has the unknown key fixed"),
     ('{"pairs": [{"name": "a"}], "settings": {"program": "template"}}',
      "results of template, not of OM_register.py; list the files"),
     ('[{"fixed_label": ["a.nii", "b.nii"]}]', "pair 1: fixed_label is ['a.nii', 'b.nii'], not a path")])

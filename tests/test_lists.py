@@ -511,3 +511,4 @@ def test_results_that_an_earlier_version_wrote_on_windows_are_found(tmp_path, mo
     assert read_results(tmp_path)["pairs"]["a"]["files"] == {"a/field.nii.gz": field}
     [pair], _ = read_pairs_to_score(tmp_path / "results.json")
     assert pair["written"] == (tmp_path, {"a/field.nii.gz": field})
+    assert read_pairs_to_score(tmp_path)[0] == [pair], "by their folder too"
