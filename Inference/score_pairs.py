@@ -83,8 +83,10 @@ def score_pair(pair, dims=3, carried=None):
         scores.update(point_scores(*points_mm, pair, field, affine))
     scores["warnings"] = [*said_of_labels(scores), *filter(None, (problem, gone))]
     if len(scores) == 3:
-        why = problem.rstrip(".") or f"{scores['name']}: nothing to score"
-        raise InputError(f"{why}; give a field, label images or landmarks.")
+        if "fixed_label" in pair and not problem:
+            raise InputError(f"{pair['fixed_label']}: nothing to compare it with; add moving_label (with a field, to "
+                             "score a registration) or warped_label.")
+        raise InputError(f"{problem.rstrip('.') or 'nothing to score'}; give a field, label images or landmarks.")
     return scores
 
 

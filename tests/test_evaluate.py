@@ -134,12 +134,13 @@ def test_a_list_of_pairs_with_a_folded_field(pair, capsys):
 def test_a_bad_pair_of_a_list_is_named_and_the_others_are_scored(pair, capsys):
     files = {"fixed_label": "fixed.nii.gz", "moving_label": "moving.nii.gz", "field": "field.nii.gz"}
     content = [{"name": "NaN lost", **files, "field": "nowhere.nii.gz"}, {"name": "good", **files},
-               {"name": "half", "moving_label": "moving.nii.gz", "field": "field.nii.gz"}]
+               {"name": "half", "moving_label": "moving.nii.gz", "field": "field.nii.gz"}, {"name": "none"}]
     (pair / "pairs.json").write_text(json.dumps(content))
     assert run(pair, "--pairs", pair / "pairs.json", "--labels", "nearest") == 43
     printed = capsys.readouterr().err
     assert f"error: NaN lost: {pair / 'nowhere.nii.gz'}: no such file" in printed
     assert "error: half: moving_label scores nothing alone: add fixed_label" in printed
+    assert "error: none: nothing to score; give a field" in printed
     found = json.loads((pair / "out/scores.json").read_text())
     assert [score["name"] for score in found["pairs"]] == ["good"] and found["mean"]["dice"] == 1
     assert found["failed"][0]["name"] == "NaN lost" and "Not scored" in (pair / "out/scores.html").read_text()
@@ -235,6 +236,8 @@ def test_slices(tmp_path, capsys):
     (("--fixed-label", "empty.nii.gz"), "empty.nii.gz: it has no label above 0"),
     (("--fixed-label", "fixed.nii.gz", "--field", "small.nii.gz"), "small.nii.gz: it is on another grid than"),
     (("--fixed-label", "fixed.nii.gz", "--warped-label", "shifted.nii.gz"), "shifted.nii.gz: it is on another grid"),
+    (("--fixed-label", "fixed.nii.gz"),
+     "error: fixed.nii.gz: nothing to compare it with; add moving_label .with a field.* or warped_label"),
     (("--moving-label", "moving.nii.gz"), "moving_label scores nothing alone: add fixed_label, or leave it out"),
     (("--warped-label", "moving.nii.gz", "--field", "f"), "warped_label scores nothing alone: add fixed_label"),
     (("--fixed-points", "one.csv"), "fixed_points scores nothing alone: add moving_points, or leave it out"),
