@@ -25,7 +25,7 @@ from Inference.choices import EXPORTED, HUB, no_model
 from Report.page import markdown_table
 from Runtime.config import modes_of, overridden
 from Runtime.errors import DONE, InputError, parse_options, run_program
-from Runtime.files import edited, partial_path, replace, require_unedited, sha256, signed, write_file, write_flushed
+from Runtime.files import is_unedited, partial_path, replace, require_apart, sha256, signed, write_file, write_flushed
 from Runtime.manifest import LOST, read_manifest
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
@@ -257,8 +257,8 @@ def export(model, out=None, licence=None, overrides=()):
 
     model: checkpoint, run folder or the published method's weights. out: folder, default hub in the run's folder, or
     beside a checkpoint without a run. licence: of the weights, for the card. overrides: list of "key=value".
-    Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, as
-    `require_own`, and if safetensors is not installed.
+    Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, for a
+    file in `out` that an export would replace and that no export has left as it is, and without safetensors.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors files needs a package: pip install safetensors")
@@ -271,30 +271,21 @@ def export(model, out=None, licence=None, overrides=()):
     config = {**state["config"], **{key: cfg[key] for key in overridden(overrides)}}
     config = {key: value for key, value in config.items() if key not in PLACES}
     folder = Path(out or run_of(source) / "hub")
-    require_own(folder)
+    page, target = folder / PAGE, folder / EXPORTED
+    require_apart([page], is_unedited)
+    require_apart([folder / CONFIG], lambda path: page.is_file() and sha256(path).encode() in page.read_bytes())
+    require_apart([target], is_export)
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / EXPORTED
     about = about_run(source, state)
     licence = licence or (PUBLISHED_LICENCE if state.get("published") else UNSTATED)
     digest = write_weights(target, state.get("ema") or state["model"], config, about["commit"], licence)
-    page, settings = folder / PAGE, json.dumps(config, indent=1) + "\n"
+    settings = json.dumps(config, indent=1) + "\n"
     text = card(source.name, net, state, cfg, about, digest, licence)
     text = f"{text}\n<!-- SHA-256 of {CONFIG}: {hashlib.sha256(settings.encode()).hexdigest()} -->\n"
     (folder / CONFIG).unlink(missing_ok=True)  # in this order, a killed export leaves nothing that looks edited
     write_file(page, signed(text, "<!-- SHA-256 of all above, by which a later export sees if it was edited: {} -->"))
     write_file(folder / CONFIG, settings)
     return target, page
-
-
-def require_own(folder):
-    """Raise InputError if PAGE or CONFIG in a folder would be replaced and is not as an earlier export wrote it, or if
-    EXPORTED is of no export."""
-    page, config, weights = folder / PAGE, folder / CONFIG, folder / EXPORTED
-    require_unedited(page)
-    if config.is_file() and not (page.is_file() and sha256(config).encode() in page.read_bytes()):
-        raise edited(config)
-    if weights.is_file() and not is_export(weights):
-        raise edited(weights)
 
 
 def run(args):

@@ -25,7 +25,7 @@ import sys
 
 from Inference.choices import AFFINES, ALSO, LABELS, SIMILARITIES, STARTS, STEPS, is_list
 from Runtime.errors import InputError, parse_options, run_program
-from Runtime.files import require_file
+from Runtime.files import require_apart, require_file
 
 WITH_A_FIELD = ("apply", "fixed", "moving", "moving_label", "points", "labels", "dims", "device", "out")  # --apply
 
@@ -124,10 +124,7 @@ def check_arguments(args):
         if args.list and (not args.pairs or args.fixed):
             raise InputError("--list chooses one of the lists in a --pairs file; leave it out.")
         several = is_list(args)
-        for path in [*args.moving, args.pairs] if args.fixed else ():
-            if path and os.path.isdir(path) and os.path.realpath(path) == os.path.realpath(args.out):
-                raise InputError(f"{path}: it is a folder of images, and a later run would register the results in it "
-                                 "too; choose another --out.")
+        require_apart([args.out], inputs=[*args.moving, args.pairs])
         if several and (args.moving_mask or args.fixed_channels or args.moving_channels or args.moving_points):
             raise InputError("--moving-mask, --moving-points and channels are for one pair; for several list them in a "
                              "--pairs table.")

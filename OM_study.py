@@ -27,6 +27,7 @@ import sys
 
 from Inference.choices import LABELS, SIMILARITIES
 from Runtime.errors import InputError, parse_options, run_program
+from Runtime.files import require_apart
 
 
 def parse_arguments(argv=None):
@@ -138,7 +139,11 @@ def run(args):
     wrong = next((name for name, number in least.items() if not number <= getattr(args, name, number) < math.inf), None)
     if wrong:
         raise InputError(f"--{wrong} {getattr(args, wrong)}: it must be a number of {least[wrong]} or more.")
-    require_apart(args)
+    sources = [*getattr(args, "images", []), *getattr(args, "scans", []), getattr(args, "atlases", "")]
+    inner = {"segment": "atlases", "template": "subjects"}.get(args.task)  # where it writes volumes of each of them
+    require_apart([inner and os.path.join(args.out, inner)], inputs=sources)
+    whole = [path for path in sources if not os.path.isdir(os.path.join(path, "imagesTr"))]  # else only that is read
+    require_apart([args.out], inputs=whole)
     home = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." if installed
     module = importlib.import_module(f"{home}Study.{args.task}")  # only now: importing torch takes seconds
     code = getattr(module, args.task)(args)
@@ -149,19 +154,6 @@ def run(args):
     elif hasattr(args, "bids"):
         bids.drop_copies(args.out)
     return code
-
-
-def require_apart(args):
-    """Raise InputError if the results would lie among the volumes: a later run would take them for volumes too."""
-    folders = [*getattr(args, "images", []), *getattr(args, "scans", []), getattr(args, "atlases", None)]
-    inner = {"segment": "atlases", "template": "subjects"}.get(args.task, "")  # where it writes volumes of each of them
-    out, inside = os.path.realpath(args.out), os.path.realpath(os.path.join(args.out, inner))
-    for path in filter(None, folders):
-        place = os.path.realpath(path)
-        read_whole = not os.path.isdir(os.path.join(path, "imagesTr"))  # else only that folder is read
-        if place == out and read_whole or inner and place == inside:
-            raise InputError(f"{path}: it is a folder of images, and a later run would take the results in it for "
-                             "images; choose another --out.")
 
 
 def main(argv=None):

@@ -33,7 +33,6 @@ from Inference.results import (
     output_files,
     read_results,
     remove_outputs,
-    require_apart,
     require_own,
     source_digests,
     source_stamps,
@@ -44,7 +43,7 @@ from Inference.verdict import judge
 from Report.page import figure_png
 from Runtime.device import own_settings
 from Runtime.errors import InputError, attempt
-from Runtime.files import write_file
+from Runtime.files import require_apart, write_file
 
 # Columns of a row besides COLUMNS, including all that `judge` uses.
 ROW = ("overlap_percent", "similarity_attainable", "covered_percent", "body_overlap", "folding_body_percent",
@@ -110,7 +109,7 @@ def save(result, folder):
     volumes = {"fixed": result.fixed, "moving": result.moving}
     for side in ("fixed", "moving"):
         volumes.update(zip(CHANNELS[side], volumes[side].channels))
-    require_apart(folder, [volume.path for volume in volumes.values() if volume.path])
+    require_apart(output_files(folder), inputs=[volume.path for volume in volumes.values()])
     require_own(folder, [folder])
     for volume in volumes.values():
         if volume.path and volume.stamp and source_stamps({"": volume.path})[""] != volume.stamp:
@@ -124,10 +123,7 @@ def save(result, folder):
     if earlier["version"] in ("1.0.0", "1.1.0", "1.2.0"):  # which did not say so
         own = [os.path.basename(row.get(key, "")) for row in earlier["pairs"].values() for key in files]
     given = [path for key, path in files.items() if not volumes[key].path]
-    taken = next((path for path in given if path.exists() and path.name not in own), None)
-    if taken:
-        raise InputError(f"{taken}: it exists, and the volume that was given in memory would replace it; name another "
-                         "folder.")
+    require_apart(given, lambda path: path.name in own)
     dims = result.fixed.array.ndim
     settings = {"config": {"model.dims": dims}, "from_memory": [path.name for path in given]}
     make_folder(folder)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -29,7 +28,7 @@ from Dataloader.points import point_files, read_point_pairs, read_points, write_
 from Dataloader.transforms import read_any_field
 from Dataloader.volume import dims_of, shape_of
 from Diffusion.metrics import folding_percent
-from Inference.bids import drop_copies, require_own_bids, require_own_names, write_bids
+from Inference.bids import drop_copies, is_ours, require_own_bids, require_own_names, write_bids
 from Inference.choices import is_list
 from Inference.labels import apply_field, carry, label_on
 from Inference.load_model import DEFAULTS, load_model
@@ -44,14 +43,14 @@ from Inference.pair_lists import (
     require_like_channels,
 )
 from Inference.registration import memory_needed, overlap_percent, register_from
-from Inference.results import PARTS, do_all, listed_files, parts_of, require_apart, require_own, write_results
+from Inference.results import PARTS, do_all, listed_files, output_files, parts_of, require_own, write_results
 from Inference.scores import moved_points, point_scores
 from Inference.verdict import judge_list
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
 from Runtime.errors import DONE, STOP, InputError, attempt
-from Runtime.files import first_repeated, sha256, write_file
+from Runtime.files import first_repeated, require_apart, sha256, write_file
 
 FOLDED, OUTSIDE = 20.0, 95.0  # percent of the voxels; above, an applied field is probably a mistake
 APPLIED = "applied.json"  # names what --apply has written beside it
@@ -160,10 +159,10 @@ def register_all(args):
             elif each == out or not each.name.endswith(f"_of_{count}"):  # nor may another division be at work
                 run_lock.require_free(each)
         require_own(out, folders, disps)
+        gone = [*(out / "bids").rglob("*")] if is_ours(out / "bids") else []
         if not is_list(args):  # of a list, only that pair is refused
-            require_apart(out, inputs_of(pairs[0], args), disps=args.learn2reg)
-        elif not args.part:  # but copies in bids/ are removed
-            require_apart(out / "bids", [path for pair in pairs for path in inputs_of(pair, args)], out)
+            gone += [*output_files(out), *(out.glob("disp_*_*.nii.gz") if args.learn2reg else ())]
+        require_apart(gone, inputs=[path for pair in pairs for path in inputs_of(pair, args)])
         (home / "report.html").unlink(missing_ok=True)
         if not args.part:
             drop_copies(out)
@@ -212,7 +211,7 @@ def register_pair(pair, folder, earlier):
         points_mm = read_point_pairs(pair["points"], pair["moving_points"])
         point_scores(*points_mm, pair, None, None)
     require_like_channels(pair)
-    require_apart(folder, inputs_of(pair, args), Path(args.out), args.learn2reg)
+    require_apart(output_files(folder), inputs=inputs_of(pair, args))
     for path in (pair["fixed"], pair["moving"]) if is_list(args) else ():
         if (found := dims_of(path)) != dims:
             raise InputError(f"{path}: {found}D, but a list has one number of axes, here {dims}, that of the network, "
@@ -286,16 +285,10 @@ def apply_saved(args):
     if twice := first_repeated(targets):
         raise InputError(f"{twice.name}: two of the files would get this name; apply the field to one at a time, each "
                          "with an --out of its own.")
-    inputs = filter(None, (args.apply, args.fixed, args.points, *args.moving, *args.moving_label))
-    wanted = [*inputs, *(path for home in (out, out.parent) for path in listed_files(home))]
-    for target, path in itertools.product(filter(Path.exists, targets), wanted):
-        if os.path.exists(path) and target.samefile(path):
-            raise InputError(f"{path}: a result with the same name would overwrite this file; choose another --out.")
+    wanted = [args.apply, args.fixed, args.points, *args.moving, *args.moving_label, *listed_files(out),
+              *listed_files(out.parent)]
     own = written_before(out)
-    taken = (path for path in (*targets, out / APPLIED) if path.exists() and path.name not in own)
-    if foreign := next(taken, None):
-        raise InputError(f"{foreign}: {out / APPLIED} does not list it, and a result would replace it; remove it, or "
-                         "choose another --out.")
+    require_apart([*targets, out / APPLIED], lambda path: path.name in own, wanted)
     own.update(target.name for target in targets)
     describe_field(args.apply, field, affine, [entry[1:4] for entry in moved])
     make_folder(out)

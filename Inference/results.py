@@ -21,13 +21,12 @@ from Dataloader import points
 from Dataloader.datalist import MOST_CHANNELS
 from Dataloader.formats import digest, size_and_time
 from Dataloader.nifti import is_own_field
-from Inference.bids import is_ours
 from Inference.choices import IMAGES
 from Inference.pair_figures import PAIR_PAGE, link, means
 from Inference.scores import COLUMNS
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError, attempt, first_line
-from Runtime.files import csv_text, remove_leftovers, sha256, with_slashes, write_file
+from Runtime.files import csv_text, remove_leftovers, require_apart, sha256, with_slashes, write_file
 from Runtime.workers import run_tasks
 
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
@@ -35,25 +34,8 @@ OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_fiel
            "inverse_field.h5", "affine.mat", *points.WRITTEN,
            *(f"{name}.{suffix}" for name in ("warped", "warped_label") for suffix in IMAGES),
            *(f"warped_channel_{number}.nii.gz" for number in range(2, MOST_CHANNELS + 1)))  # of a pair, in its folder
-# Names in the folder of results that no input file may have, whatever outputs are requested.
-RESERVED = (r"(warped.*|field|inverse_field|jacobian|segmented_fixed|segmented_moving)\."
-            rf"(nii|nii\.gz|{'|'.join(IMAGES)}|h5)$"
-            rf"|({'|'.join(map(re.escape, points.WRITTEN))}|affine\.mat)$")
 PARTS = "parts"  # folder of the results of parts of a list
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
-
-
-def require_apart(folder, inputs, out=None, disps=False):
-    """Raise InputError if a result in `folder`, or a copy of one in our bids/ of `out`, would overwrite an input file.
-
-    inputs: paths. out: of the whole list; default `folder`. disps: whether fields for Learn2Reg are written.
-    """
-    bids = (out or folder) / "bids"
-    for path in map(Path, inputs):
-        beside = path.resolve().parent == folder.resolve() and (
-            re.match(RESERVED, path.name, re.I) or disps and re.fullmatch(DISP, path.name, re.I))
-        if beside or bids.resolve() in path.resolve().parents and is_ours(bids):
-            raise InputError(f"{path}: a result with the same name would overwrite this input; choose another --out.")
 
 
 def require_own(out, folders=(), disps=(), program=None):
@@ -69,12 +51,8 @@ def require_own(out, folders=(), disps=(), program=None):
     # Read after a file was seen: a part of the list that begins meanwhile writes its results before its files.
     homes = [(home, read_results(home)) for home in (out, *parts_of(out))]
     listed = set(listed_files(out)) if disps else set()
-    foreign = next((path for path in (out / name for name in disps)
-                    if path not in listed and path.exists() and not is_own_field(path)), None)
-    if foreign or taken and not any(earlier["version"] for _, earlier in homes):
-        taken = foreign or taken
-        raise InputError(f"{taken}: it is not of an earlier run into {out}, and a result would replace it; choose "
-                         "another --out.")
+    require_apart([taken], lambda _: any(earlier["version"] for _, earlier in homes))
+    require_apart(filter(Path.exists, map(out.joinpath, disps)), lambda path: path in listed or is_own_field(path))
     named = set(map(os.path.abspath, folders))
     for home, earlier in homes:
         kept = {name: os.path.abspath(row["folder"]) for name, row in earlier["pairs"].items()}

@@ -26,7 +26,7 @@ from Inference.scores import (
 )
 from Report.page import cards_html, table_html, text_table, write_page
 from Runtime.errors import DONE, STOP, InputError, attempt
-from Runtime.files import write_file
+from Runtime.files import require_apart, write_file
 
 
 def score_pair(pair, dims=3, carried=None):
@@ -121,11 +121,9 @@ def write_scores(folder, scores, failed):
 def score_all(args, pairs, dims):
     """Score pairs, see `score_pair`, and write the scores. args: of the command line. Returns the exit code."""
     files = [Path(args.out, f"scores.{suffix}") for suffix in ("json", "csv", "html")]
-    taken = next(filter(Path.exists, files), None)
-    earlier = read_json(taken) if taken and taken.suffix == ".json" else None
-    if taken and not (isinstance(earlier, dict) and {"pairs", "failed", "mean"} == set(earlier)):
-        raise InputError(f"{taken}: it is not of an earlier run, and the scores would replace it; choose another "
-                         "--out.")
+    earlier = read_json(files[0]) if files[0].exists() else None
+    is_own = isinstance(earlier, dict) and {"pairs", "failed", "mean"} == set(earlier)
+    require_apart(files, lambda _: is_own)
     scores, failed = [], []
     with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
         for pair in bar:

@@ -124,24 +124,35 @@ def write_flushed(path, content):
 
 
 def signed(text, line):
-    """A text with one more line, `line` with {} for the SHA-256 of the text, for `require_unedited`."""
+    """A text with one more line, `line` with {} for the SHA-256 of the text, for `is_unedited`."""
     return f"{text}{line.format(hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest())}\n"
 
 
-def edited(path):
-    """The error for a file that is not as it was written and would be replaced."""
-    return InputError(f"{path}: it is not as this version wrote it, and would be replaced; keep it under another name, "
-                      "or choose another --out.")
-
-
-def require_unedited(path):
-    """Raise InputError if a file is there that is not as `signed` made it: somebody has edited it, or it is another."""
-    path = Path(path)
-    if not path.is_file():
-        return
+def is_unedited(path):
+    """Whether a file is as `signed` made it."""
     text, newline, last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
-    if hashlib.sha256(text + newline).hexdigest().encode() not in last:
-        raise edited(path)
+    return hashlib.sha256(text + newline).hexdigest().encode() in last
+
+
+def require_apart(targets, is_own=None, inputs=()):
+    """Raise InputError if a run that writes `targets` would overwrite one of its inputs or a file of somebody else.
+
+    targets, inputs: paths; None and what does not exist is skipped. is_own(path): whether an earlier run left a file as
+    it is; None: no matter. No file replaces a folder, so a folder in `targets` only must not be an input.
+    """
+    there = [path for path in targets if path and os.path.lexists(path)]
+    places = {os.stat(path)[1:3] for path in there if os.path.exists(path)}  # also under another name of the same file
+    for path in inputs:
+        if path and os.path.exists(path) and os.stat(path)[1:3] in places:
+            if os.path.isdir(path):
+                raise InputError(f"{path}: it is a folder of images, and a later run would take the results in it for "
+                                 "images; choose another --out.")
+            raise InputError(f"{path}: a result with the same name would overwrite this input or result; choose "
+                             "another --out.")
+    for path in there if is_own else ():
+        if not os.path.isdir(path) and not (os.path.exists(path) and is_own(path)):
+            raise InputError(f"{path}: it is not of an earlier run, or not as this version wrote it, and would be "
+                             "replaced; keep it under another name, or choose another --out.")
 
 
 def csv_text(rows, delimiter=","):

@@ -1,7 +1,6 @@
 """Shared by all programs on a study: its volumes, its folder of results, its table and the end of a run."""
 import contextlib
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -24,7 +23,7 @@ from Inference.results import file_digests, read_results, require_own, write_res
 from Report.page import cards_html, findings_html, write_page
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
-from Runtime.files import as_stored, csv_text, first_repeated, require_file, write_file
+from Runtime.files import as_stored, csv_text, first_repeated, require_apart, require_file, write_file
 
 
 def volumes_of(sources, ids="", pattern=""):
@@ -86,15 +85,7 @@ def locked(path, program, names, inputs=()):
     with run_lock.held_results(out):
         require_own(out, program=program)
         is_new = not read_results(out)["version"]
-        for name in names if is_new else ():
-            if os.path.lexists(out / name) and not os.path.isdir(out / name):  # no file replaces a folder
-                raise InputError(f"{out / name}: it is not of an earlier run into {out}, and a result would replace "
-                                 "it; choose another --out.")
-        written = {as_stored(os.path.realpath(out / name)) for name in names}
-        for file in filter(None, inputs):
-            if as_stored(os.path.realpath(file)) in written:
-                raise InputError(f"{file}: a result with the same name would overwrite this input; choose another "
-                                 "--out.")
+        require_apart([out / name for name in names], (lambda _: False) if is_new else None, inputs)
         if is_new:  # a run that is killed before its first row leaves files of its own
             write_results(out, [], [], {"program": program}, complete=False)
         yield out

@@ -23,7 +23,7 @@ from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.config import load_config
 from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError
-from Runtime.files import require_unedited, signed, write_file
+from Runtime.files import is_unedited, require_apart, signed, write_file
 
 # (most voxels of the grid, config, multiple of the sides, number of steps found to be enough)
 NETWORKS = ((56 * 64 * 56, "config_hippocampus.yaml", 8, 5_000), (112 ** 3, "config_medium.yaml", 16, 20_000),
@@ -38,7 +38,7 @@ ALONE = {"loss": {"dist": 0.0, "ang": 0.0, "regul": 0.0, "contrastive": 0.0}}  #
 
 def plan(args):
     """`omnimorph plan`; returns the exit code."""
-    require_unedited(Path(args.out) / "config.yaml")
+    require_apart([Path(args.out) / "config.yaml"], is_unedited)
     items = list_volumes(args.data, args.subject_pattern)
     seen, bad = look(items)
     if not seen:

@@ -315,7 +315,7 @@ def test_saving_replaces_no_file_of_the_user(small, tmp_path, monkeypatch):
     content = (tmp_path / "fixed.nii.gz").read_bytes()
     moving = image[::-1], np.eye(4)
     found = omnimorph.register(nibabel.load(tmp_path / "fixed.nii.gz"), moving, affine=False, refine=1)
-    with pytest.raises(omnimorph.InputError, match="fixed.nii.gz: it exists"):
+    with pytest.raises(omnimorph.InputError, match="fixed.nii.gz: it is not of an earlier run"):
         found.save(tmp_path)
     assert (tmp_path / "fixed.nii.gz").read_bytes() == content
     for _ in range(2):

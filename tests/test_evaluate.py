@@ -154,7 +154,7 @@ def test_files_of_the_users_are_not_replaced(pair, name, content, capsys):
     (pair / "out").mkdir()
     (pair / "out" / name).write_text(content)
     assert run(pair, "--field", pair / "field.nii.gz") == 43
-    assert f"{name}: it is not of an earlier run, and the scores would replace it" in capsys.readouterr().err
+    assert f"{name}: it is not of an earlier run" in capsys.readouterr().err
     assert [path.name for path in (pair / "out").iterdir()] == [name] and (pair / "out" / name).read_text() == content
 
 

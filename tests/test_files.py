@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from Runtime.errors import InputError
 from Runtime.files import (
     is_there,
     partial_path,
     patiently,
     read_lines,
     remove_leftovers,
+    require_apart,
     unfit_for_a_file,
     write_file,
 )
@@ -137,6 +139,25 @@ def test_a_file_system_that_does_not_answer_is_no_missing_file(tmp_path, monkeyp
     monkeypatch.setattr(os, "stat", stale)
     with pytest.raises(OSError, match="Stale"):
         is_there(tmp_path)
+
+
+def test_results_replace_no_input_under_any_name_and_no_file_of_others(tmp_path):
+    path, link, hard, gone = [tmp_path / name for name in ("warped.nii.gz", "link", "hard", "gone")]
+    path.touch()
+    link.symlink_to(path)
+    os.link(path, hard)
+    gone.symlink_to("nowhere")
+    require_apart([path, None, tmp_path / "new"], lambda _: True, [None, tmp_path / "nowhere", gone, tmp_path])
+    require_apart([tmp_path, gone], inputs=[path])
+    for name in (path, link, hard):
+        with pytest.raises(InputError, match=f"{name}: a result with the same name would overwrite this input"):
+            require_apart([gone, path], inputs=[name])
+    with pytest.raises(InputError, match="it is a folder of images, and a later run would take the results in it"):
+        require_apart([tmp_path], inputs=[tmp_path / "."])
+    require_apart([tmp_path], lambda _: False)
+    for theirs, is_own in ((path, lambda _: False), (gone, lambda _: True)):
+        with pytest.raises(InputError, match=f"{theirs}: it is not of an earlier run, .* and would be replaced"):
+            require_apart([theirs], is_own)
 
 
 def test_a_system_that_lacks_some_errors_has_the_others(monkeypatch):

@@ -161,7 +161,7 @@ def test_a_field_is_applied_to_points_of_slicer(tmp_path, capsys):
     (tmp_path / "points.fcsv").write_text(HEADER.format("LPS") + ROWS.format("-"))
     words = ["--apply", str(tmp_path / "field.nii.gz"), "--points", str(tmp_path / "points.fcsv"), "--out"]
     assert OM_register.main([*words, str(tmp_path)]) == 43
-    assert "points.fcsv: a result with the same name would overwrite this file" in capsys.readouterr().err
+    assert "points.fcsv: a result with the same name would overwrite this input or result" in capsys.readouterr().err
     assert OM_register.main([*words, str(tmp_path / "out")]) == 0
     for name in ("points.csv", "points.fcsv"):
         np.testing.assert_allclose(read_points(tmp_path / "out" / name), np.array(RAS) + [2, 0, 0])

@@ -169,7 +169,7 @@ def test_a_file_of_the_users_is_not_replaced_by_a_result_of_that_name(tmp_path, 
     theirs.parent.mkdir(parents=True)
     theirs.write_bytes(b"theirs")
     assert run(*words.format(tmp_path).split(), "--out", tmp_path / "out") == 43
-    assert f"{theirs}: it is not of an earlier run into {tmp_path / 'out'}" in capsys.readouterr().err
+    assert f"{theirs}: it is not of an earlier run" in capsys.readouterr().err
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [theirs]
     assert theirs.read_bytes() == b"theirs"
 

@@ -594,7 +594,7 @@ def test_two_files_that_would_get_one_name_are_refused_and_replace_nothing(place
             "--moving", *several, "--out", tmp_path / "out")
     assert (tmp_path / "out/warped_T1.nii.gz").read_bytes() == b"of somebody else"
     two = ["--apply", place / "pair/field.nii.gz", "--moving", several[0], image(place, "b_0002"), "--out"]
-    refused(capsys, "applied.json does not list it", *two, tmp_path / "out")
+    refused(capsys, "warped_T1.nii.gz: it is not of an earlier run", *two, tmp_path / "out")
     assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [b"of somebody else"]
     assert run(*two, tmp_path / "own") == 0 == run(*two, tmp_path / "own"), "what it has written itself it replaces"
     points = ["--apply", place / "pair/field.nii.gz", "--points", place / "points.csv", "--out", tmp_path / "own"]
