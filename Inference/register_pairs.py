@@ -161,7 +161,7 @@ def register_all(args):
         require_own(out, folders, disps)
         gone = [*(out / "bids").rglob("*")] if is_ours(out / "bids") else []
         if not is_list(args):  # of a list, only that pair is refused
-            gone += [*output_files(out), *(out.glob("disp_*_*.nii.gz") if args.learn2reg else ())]
+            gone += [*output_files(out), *listed_files(out), *(out.glob("disp_*_*.nii.gz") if args.learn2reg else ())]
         require_apart(gone, inputs=[path for pair in pairs for path in inputs_of(pair, args)])
         (home / "report.html").unlink(missing_ok=True)
         if not args.part:

@@ -336,7 +336,9 @@ def test_a_learn2reg_field_of_others_is_not_replaced(data, tmp_path, capsys):
         if path != theirs:
             path.unlink()
     assert call(*words) == 0, "the field is ours"
-    assert call(*(word for word in words if word != "--learn2reg")) == 0 and not theirs.exists()
+    without = [word for word in words if word != "--learn2reg"]
+    assert call(*without, "--initial", theirs) == 43 and theirs.exists(), "it would be removed while it is read"
+    assert call(*without) == 0 and not theirs.exists()
     theirs.write_bytes(b"theirs")
     assert call(*words) == 43 and f"{theirs}: it is not of an earlier run" in capsys.readouterr().err
     assert theirs.read_bytes() == b"theirs", "beside results too"
