@@ -1,6 +1,6 @@
-"""Draw pictures of these pages: learning.png from recorded figures, looks_*.png from registrations of two volumes.
+"""Draw pictures of docs/: learning.png from recorded figures, looks_*.png from registrations of two volumes.
 
-    .venv/bin/python docs/extra/draw_pictures.py --fixed F --moving M --fixed-label FL --moving-label ML
+    python tests/bench/draw_pictures.py --fixed F --moving M --fixed-label FL --moving-label ML
 
 The pictures of the pages show the mouse brains FVB_NCrl_in_vivo_1 and 2 of github.com/dancebean/mouse-brain-atlas.
 """
@@ -15,8 +15,8 @@ import nibabel
 import numpy as np
 from PIL import Image
 
-DOCS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(DOCS.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 matplotlib.use("Agg")
 
 import omnimorph  # noqa: E402  from the repository's folder
@@ -49,7 +49,7 @@ def write(figure, name):
     """As PNG of 96 colours, a third of the size that true colours take."""
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=100)
-    Image.open(buffer).convert("RGB").quantize(96).save(DOCS / f"{name}.png", optimize=True)
+    Image.open(buffer).convert("RGB").quantize(96).save(ROOT / f"docs/{name}.png", optimize=True)
 
 
 def outlines(ax, label, colour):
@@ -113,7 +113,7 @@ def main():
     target, truth = fixed.get_fdata(dtype=np.float32), np.asarray(fixed_label.dataobj)
 
     def register(image, affine, label, **config):
-        cfg = load_config(str(DOCS.parent / "Config/config_om.yaml")) | config
+        cfg = load_config(ROOT / "Config/config_om.yaml") | config
         found = omnimorph.register((target, fixed.affine), (image, affine), config=cfg)
         moved = np.asarray(omnimorph.apply_label(label, affine, found.field, fixed.affine))
         dice = np.mean([2 * np.sum((truth == n) & (moved == n)) / (np.sum(truth == n) + np.sum(moved == n))
