@@ -24,8 +24,6 @@ from tqdm import tqdm
 
 from Dataloader import cache
 from Dataloader.datalist import list_volumes
-from Dataloader.nifti import write_volume
-from Dataloader.prepare import original_header, to_original
 from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError, parse_options, run_program
@@ -54,8 +52,6 @@ def parse_arguments(argv=None):
     action.add_argument("--repair", action="store_true", help="the same, and rebuild the parts that are damaged or "
                         "from which volumes were refused")
     action.add_argument("--fresh", action="store_true", help="remove the cache and rebuild it")
-    action.add_argument("--export", nargs=2, metavar=("ID", "FOLDER"), help="write one prepared volume as NIfTI "
-                        "files: as the training sees it, and mapped back to the grid of its own file")
     return parse_options(parser, argv)
 
 
@@ -91,7 +87,7 @@ def make_groups(folder, groups, cfg, workers, before):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The report, and volumes to look at
+# The report
 # ---------------------------------------------------------------------------------------------------------------------
 
 def report(folder, manifest, cfg, seconds):
@@ -153,46 +149,6 @@ def sample_of(folder, volumes, channels, most=24):
     images, labels = (cache.Rows(folder, kind, items, keep=False) for kind in ("image", "label"))
     return [(item["id"], np.asarray(images[number] if channels == 1 else images[number][0]),
              labels[number] if item["label"] else None) for number, item in enumerate(items)]
-
-
-def export(folder, cfg, identity, out):
-    """Write one volume, its label and its mask as NIfTI: on the training grid, and mapped back to the file's grid.
-
-    Further channels are <id>_image_2_grid.nii.gz and so on. identity: id of the volume. out: folder. Returns the exit
-    code. Raises InputError if the folder cannot be written, or has a file of such a name.
-    """
-    import torch  # here, because the workers need none
-
-    from Dataloader.dataset import as_float
-    item = next((item for item in cache.open_cache(folder, cfg)["items"] if item["id"] == identity), None)
-    if item is None:
-        raise InputError(f"{folder}: there is no volume {identity} in this cache.")
-    record = cache.record(folder, item)
-    header = original_header(record)
-    header["cal_min"] = header["cal_max"] = 0  # the range to display is that of the file's intensities
-    made = []  # (path, volume, its affine): all before the first is written
-    for kind in cache.KINDS:
-        if not record[kind]:
-            continue
-        stored = np.array(cache.Rows(folder, kind, [item])[0])
-        is_image = kind == "image"
-        stored = as_float(torch.from_numpy(stored)).numpy() if is_image else stored.astype(np.int16)
-        for channel, array in enumerate(stored if is_image and cfg["data.channels"] > 1 else [stored]):
-            back = to_original(array, record, channel if is_image else None)
-            path = Path(out) / (f"{identity}_{kind}_{channel + 1}" if channel else f"{identity}_{kind}")
-            made += [(f"{path}_grid.nii.gz", array, record["grid_affine"]),
-                     (f"{path}_original.nii.gz", back, record["affine"])]
-    taken = next((path for path, *_ in made if os.path.lexists(path)), None)
-    if taken:
-        raise InputError(f"{taken}: it exists, and --export would replace it; remove it, or name another folder.")
-    for path, volume, affine in made:
-        try:
-            write_volume(path, volume, np.array(affine), header)
-        except OSError as error:
-            raise InputError(f"--export {identity} {out}: {os.path.basename(path)} cannot be written there ({error}); "
-                             "make room, or name another folder.") from error
-        print(f"wrote {path}")
-    return DONE
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,8 +278,6 @@ def run(args):
     try:
         if args.verify:
             return check(folder, cfg)
-        if args.export:
-            return export(folder, cfg, *args.export)
         cache.require_ours(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:

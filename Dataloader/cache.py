@@ -3,7 +3,7 @@
     images_00000.npy   (n, D, H, W) of data.dtype: the volumes of part 0, whole numbers 0 .. 255 or 0.0 .. 1.0; with
                        data.channels C > 1 (n, C, D, H, W)
     labels_00000.npy   (n, D, H, W) uint8 or int16, masks_00000.npy likewise: only if a volume of the part has one
-    volumes_00000.json source files, headers and grids of the volumes; written last: a part exists when this file does
+    volumes_00000.json the source files of the volumes; written last: a part exists when this file does
     plan.json          the parts that will be made, until OM_prepare.py is done
     refused.csv        which volumes are left out, and why
     manifest.json      settings, volumes, size and SHA-256 of every file, SHA-256 of the data list; written last:
@@ -32,7 +32,7 @@ import numpy as np
 
 from Dataloader.datalist import list_file
 from Dataloader.formats import size_and_time
-from Dataloader.prepare import KINDS, describe, on_grid
+from Dataloader.prepare import KINDS, on_grid
 from Dataloader.staging import damaged, file_sizes, lock_at_once, stage, wrong_files
 from Runtime.errors import InputError, attempt
 from Runtime.files import sha256, write_file
@@ -192,7 +192,7 @@ def write_group(folder, number, items, cfg, done=lambda: None):
         try:
             prepared = on_grid(item, cfg)
             prepared["image"] = encode(prepared["image"], cfg["data.dtype"])
-            volumes.append({**line, **describe(item, prepared)})
+            volumes.append({**line, **{key: prepared[key] for key in ("label_kept", "mask_kept")}})
             for kind in KINDS:
                 arrays[kind].append(prepared[kind])
         except InputError as error:
@@ -506,11 +506,3 @@ def cannot_lock(folder, reason, show):
     if show:
         print(f"data.cache {folder} cannot be locked ({reason}): do not run OM_prepare.py on it during training",
               file=sys.stderr, flush=True)
-
-
-def record(folder, item):
-    """The record of a volume, with header and grids, for `to_original`. item: from `open_cache`."""
-    path = Path(folder) / f"volumes_{item['group']:05d}.json"
-    if content := read_json(path):
-        return content["volumes"][item["row"]]
-    raise InputError(f"{path} is damaged; run OM_prepare.py with this config and --repair.")

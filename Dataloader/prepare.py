@@ -1,9 +1,5 @@
-"""One volume of a data set: from its files onto the training grid, and back to the grid of its file."""
-import base64
-
-import nibabel
+"""One volume of a data set: from its files onto the training grid."""
 import numpy as np
-from scipy import ndimage
 
 from Dataloader.grids import (
     air_for_filler,
@@ -21,7 +17,6 @@ from Dataloader.nifti import (
     read_channels,
     read_label,
     read_numbers,
-    read_raw_header,
     read_volume,
     require_image,
 )
@@ -36,14 +31,13 @@ def on_grid(item, cfg, kinds=KINDS):
 
     item: from `read_datalist`. cfg: flat config. kinds: which of KINDS are wanted.
     Returns: dict of image (D, H, W) float32 in [0, 1], with data.channels C > 1 (C, D, H, W); label, mask (D, H, W)
-    int16 or None; shape and affine (4x4, RAS) of the file; grid_affine (4x4) of the training grid; low, high: the file
-    intensities that become 0 and 1, lists if C > 1; label_kept, mask_kept, the share of the labelled volume, or of that
-    in the mask, that is on the grid, None without one.
+    int16 or None; grid_affine (4x4, RAS) of the training grid; label_kept, mask_kept, the share of the labelled volume,
+    or of that in the mask, that is on the grid, None without one.
     Raises InputError naming the file for whatever `read_volume` refuses and for a label on another grid.
     """
     size, spacing_mm = cfg["data.img_size"], cfg["data.spacing_mm"]
     channels, affine = read_image(item, cfg["model.dims"], cfg["data.channels"])
-    images, limits = zip(*(scaled(channel, cfg) for channel in channels))
+    images = [scaled(channel, cfg)[0] for channel in channels]
     shape = images[0].shape
     others = {}
     if item["label"] and "label" in kinds:
@@ -70,11 +64,9 @@ def on_grid(item, cfg, kinds=KINDS):
             mm3 = [np.count_nonzero(array) * voxel_volume(around, array.ndim) for array, around in (
                 (arrays[kind], grid_affine), (others[kind], affine))]
             kept[kind] = min(mm3[0] / mm3[1], 1.0)
-    image, (low, high) = placed[0][0], limits[0]
-    if len(placed) > 1:
-        image, low, high = np.stack([array for array, _ in placed]), *map(list, zip(*limits))
-    return {**arrays, "image": image, "shape": shape, "affine": affine, "grid_affine": grid_affine, "low": low,
-            "high": high, "label_kept": kept["label"], "mask_kept": kept["mask"]}
+    image = placed[0][0] if len(placed) == 1 else np.stack([array for array, _ in placed])
+    return {**arrays, "image": image, "grid_affine": grid_affine, "label_kept": kept["label"],
+            "mask_kept": kept["mask"]}
 
 
 def read_image(item, dims, count):
@@ -116,40 +108,6 @@ def focus(images, affine, cfg, mask=None):
         return None
     inside = np.max([*images], axis=0) > cfg["data.crop_above"] if mask is None else mask > 0
     return foreground_box(to_canonical(inside, affine)[0])
-
-
-def describe(item, prepared):
-    """What the cache stores about a volume besides its voxels, as plain JSON. prepared: from `on_grid`."""
-    header = read_raw_header(item["image"])
-    return {"shape": list(prepared["shape"]), "affine": prepared["affine"].tolist(),
-            "grid_affine": prepared["grid_affine"].tolist(), "low": prepared["low"], "high": prepared["high"],
-            "label_kept": prepared["label_kept"], "mask_kept": prepared["mask_kept"],
-            "header": base64.b64encode(header.binaryblock).decode()}
-
-
-def original_header(record):
-    """The NIfTI header of a volume's file. record: from `describe`."""
-    block = base64.b64decode(record["header"])
-    kind = nibabel.Nifti1Header if len(block) == nibabel.Nifti1Header.template_dtype.itemsize else nibabel.Nifti2Header
-    return kind(block, check=False)
-
-
-def to_original(array, record, channel=None):
-    """Bring an array from the training grid to the grid of the volume's file, for `write_volume`.
-
-    array: (D, H, W) or (H, W) on the training grid. record: from `describe`. channel: number of an image's channel,
-    whose file intensities replace 0 and 1; None for labels, which keep their dtype.
-    Returns: array of the file's shape. Outside the grid it is 0, or what 0 stands for in an image.
-    """
-    dims, is_image = array.ndim, channel is not None
-    change = np.linalg.inv(record["grid_affine"]) @ np.asarray(record["affine"], np.float64)
-    array = array.astype(np.float32 if is_image else array.dtype, copy=False)
-    array = ndimage.affine_transform(array, change[:dims, :dims], change[:dims, 3], tuple(record["shape"]),
-                                     order=int(is_image), mode="grid-constant", cval=0)
-    if not is_image:
-        return array
-    low, high = (np.ravel(record[name])[channel] for name in ("low", "high"))
-    return array * np.float32(high - low) + np.float32(low)
 
 
 def read_beside(item, kind, shape, affine, read=read_label):

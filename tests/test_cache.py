@@ -258,36 +258,6 @@ def test_what_a_version_prepared_that_did_not_mark_its_code_is_told(made, place,
     assert said in capsys.readouterr().err
 
 
-def test_export_writes_nifti_on_the_grid_and_on_the_grid_of_the_file(made, tmp_path, capsys):
-    assert run_here(made, made / "cache", "--export", "v_00007", tmp_path / "out") == DONE
-    assert capsys.readouterr().out.count("wrote") == 4
-    source = nibabel.load(made / "data/imagesTr/v_00007.nii")
-    low, high = np.percentile(source.get_fdata(), [0.5, 99.5])
-    found = {path.name.split(".")[0]: nibabel.load(path) for path in (tmp_path / "out").iterdir()}
-    grid, original = found["v_00007_image_grid"], found["v_00007_image_original"]
-    assert grid.shape == (16, 16, 16) and original.shape == source.shape
-    np.testing.assert_array_equal(original.affine, source.affine)
-    np.testing.assert_array_equal(grid.affine[:3, 3], [2, 2, 2])
-    inner = (slice(2, 18),) * 3
-    apart = original.get_fdata()[inner] - np.clip(source.get_fdata()[inner], low, high)
-    assert np.abs(apart).max() <= (high - low) * 0.51 / 255
-    np.testing.assert_array_equal(found["v_00007_label_original"].get_fdata()[inner],
-                                  (source.get_fdata() > 600)[inner])
-    assert {float(image.header[key]) for image in found.values() for key in ("cal_min", "cal_max")} == {0.0}
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs/v_00007_label_original.nii.gz").write_text("theirs")
-    assert run_here(made, made / "cache", "--export", "v_00007", tmp_path / "theirs") == STOP
-    said = one_sentence(capsys.readouterr().err)
-    assert "v_00007_label_original.nii.gz: it exists, and --export would replace it" in said
-    assert [path.read_text() for path in (tmp_path / "theirs").iterdir()] == ["theirs"]
-    (tmp_path / "file").write_text("no folder")
-    assert run_here(made, made / "cache", "--export", "v_00007", tmp_path / "file") == STOP
-    said = one_sentence(capsys.readouterr().err)
-    assert "--export v_00007" in said and "v_00007_image_grid.nii.gz cannot be written there" in said
-    assert run_here(made, made / "cache", "--export", "v_99999", tmp_path / "out") == STOP
-    assert "there is no volume v_99999 in this cache" in one_sentence(capsys.readouterr().err)
-
-
 def test_2d_images_go_the_whole_way(tmp_path):
     write_dataset(tmp_path / "data", range(8), 24, dims=2)
     changes = {"model__dims": 2, "data__img_size": "[16, 24]"}
@@ -299,12 +269,6 @@ def test_2d_images_go_the_whole_way(tmp_path):
     images, _, subjects, _ = steps[0][0][0]
     assert images.shape == (2, 1, 16, 24) and images.dtype == torch.uint8
     assert torch.equal(as_float(images)[1], dataset.image(dataset.subjects.tolist().index(subjects[1])))
-    assert run_here(tmp_path, tmp_path / "cache", "--export", "subject_0003", tmp_path / "out", **changes) == DONE
-    back, source = (nibabel.load(path).get_fdata() for path in (
-        tmp_path / "out/subject_0003_image_original.nii.gz", tmp_path / "data/imagesTr/subject_0003.nii.gz"))
-    low, high = np.percentile(source, [0.5, 99.5])
-    assert back.shape == source.shape
-    assert np.abs(back - np.clip(source, low, high))[4:20].max() <= (high - low) * 0.51 / 255
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import OM_register
 from Dataloader import formats
 from Dataloader.datalist import read_datalist, volume_id
 from Dataloader.nifti import SUFFIXES, WRITTEN, read_header, read_label, read_volume, stored_type, write_volume
-from Dataloader.prepare import describe, on_grid
+from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject
 from tests import tiny
 from tests.test_nifti import OBLIQUE, make_affine, refused
@@ -268,7 +268,6 @@ def test_volumes_of_all_formats_are_prepared_alike(tmp_path):
         path = tmp_path / f"v{suffix}"
         write_volume(path, subject, GRIDS["oblique"])
         prepared[suffix] = on_grid({"image": path, "label": None, "mask": None}, cfg)
-        assert describe({"image": path}, prepared[suffix])["shape"] == [12, 14, 16]
     expected = prepared.pop(".nii.gz")
     assert all(np.abs(found["image"] - expected["image"]).max() < 1e-5 for found in prepared.values())
 
