@@ -26,9 +26,13 @@ def test_demo_ends_in_json_and_a_report(tmp_path):
     assert 0.3 < result["dice_before"] < 0.8 and result["seconds"] > 0
     report = tmp_path / "Logs/demo/report.html"
     assert str(report) in run.stdout
-    page = report.read_text()
-    assert page.count("data:image/png;base64,") == 3 and "subject_5000 to subject_5001" in page
-    assert "http://" not in page and "https://" not in page
+    pages = {name: (report.parent / name).read_text()
+             for name in ("report.html", "alone/report.html", "refined/report.html", "copies/report.html")}
+    assert [pages[name].count("data:image/png;base64,") for name in ("report.html", "copies/report.html")] == [2, 1]
+    for name in list(pages)[1:]:
+        assert f'href="{name}"' in pages["report.html"] and "subject_5000" in pages[name]
+    assert "subject_5000 to subject_5001" in pages["alone/report.html"]
+    assert not any(word in page for page in pages.values() for word in ("http://", "https://"))
     again = launching.run([*command, "--set", "data.expect_samples=99"], cwd=tmp_path)
     assert again.returncode == 43 and "data.expect_samples" in again.stderr and "Traceback" not in again.stderr
 
