@@ -64,6 +64,9 @@ USUAL = 30.0  # degrees, the turn of a patient in the scanner; no map is dropped
 # are suspected. True maps far from the headers close 0.6 to 0.86 of the gap, wrong ones up to 0.31. A map near them
 # must close BETTER: noise leaves little of the gap to close.
 LEAP_OF_TWO = 0.45
+# The same for a map that turns by NEAR and scales an axis by OTHER_SIZE: a squeezed volume can hide in a part of the
+# other one. Of seven true ones the lowest closes 0.61; the one that squeezed an MR into an ultrasound volume, 0.52.
+LEAP_OF_BOTH = 0.57
 BETTER = 0.02  # another map must close this share of the header map's gap to perfect similarity
 LEAST_GAIN = 0.001  # and must gain at least this: rounding leaves two equal volumes at 0.999
 ONE_SIGN = 0.87  # two volumes count as one modality if this share of the correlation in all windows has one sign
@@ -665,7 +668,12 @@ def _leads_astray(found, starts):
     if _turn(change) < NEAR and _keeps_sizes(change):
         return False
     of_starts, (of_found,) = _structures_alike([found], starts)
-    return of_found - max(of_starts) < LEAP_OF_TWO * (1.0 - max(of_starts))
+    return of_found - max(of_starts) < _leap(change, LEAP_OF_TWO) * (1.0 - max(of_starts))
+
+
+def _leap(change, leap):
+    """`leap`, or more for a linear map (N, N) that both turns and scales; 0 stays 0."""
+    return LEAP_OF_BOTH if leap and _turn(change) >= NEAR and not _keeps_sizes(change) else leap
 
 
 def _keeps_sizes(change):
@@ -687,7 +695,7 @@ def _by_structures(found, starts, leap, near_leap):
         matrix, levels = result[0].numpy(), result[2]
         change = matrix[:, :-1] @ np.linalg.inv(starts[0][:, :-1])
         near = _is_near(matrix, starts[0], levels[0]["extent_mm"]) and _keeps_sizes(change)
-        if alike - best >= (near_leap if near else leap) * (1.0 - best):
+        if alike - best >= (near_leap if near else _leap(change, leap)) * (1.0 - best):
             believed.append((alike, result))
     if believed:
         return max(believed, key=lambda pair: pair[0])[1]

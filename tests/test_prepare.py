@@ -1,4 +1,5 @@
 """One volume onto the training grid, and into a part of the cache."""
+import nibabel
 import numpy as np
 import pytest
 import SimpleITK as sitk
