@@ -53,17 +53,29 @@ def state_of(found, now=None):
         if is_fresh(found):
             return "waiting", f"Between two rounds since {when}: {said}"
         return "waiting", f"Waiting since {when} to be started again with the same command: {said}"
+    died = {line["rank"]: line for line in found["events"]
+            if line["event"] == "died" and line["attempt"] == newest["attempt"]}
+    if died and len(died) >= (newest["begin"].get("ranks") or 1):  # no launcher has judged them yet
+        first = min(died.values(), key=lambda line: line["time"])
+        return "died", (f"Died at {moment(first['time'])}: rank {first['rank']} in {place(first)}: "
+                        f"{first['error'].splitlines()[0].rstrip('.')}. The same command continues it, unless its "
+                        "launcher does.")
     crumbs = [line for line in found["now"].values() if line["attempt"] == newest["attempt"]]
     if not crumbs:
         return "running", f"Starting since {moment(newest['begin']['time'])}: no rank has written to its log yet."
     behind = min(crumbs, key=lambda line: line["number"])
-    mode = f" ({behind['mode']})" if behind["mode"] else ""
-    where = f"rank {behind['rank']} on {behind['host']} is in {behind['phase']}{mode} of step {behind['step']}"
+    where = f"rank {behind['rank']} on {behind['host']} is in {place(behind)}"
     if now > max(line["time"] + line["deadline"] for line in crumbs) + QUIET_S:
         heard = moment(max(line["time"] for line in crumbs))
         return "silent", (f"Silent since {heard}, beyond its deadline: {where}. Either the run has died, and the same "
                           "command continues it, or this is a copy of its folder.")
     return "running", f"Running: {where}, since {now - behind['time']:.0f} s."
+
+
+def place(line):
+    """Where a rank is or died, in words. line: a breadcrumb, or the event "died"."""
+    mode = f" ({line['mode']})" if line["mode"] else ""
+    return f"{line['phase']}{mode} of step {line['step']}"
 
 
 def is_fresh(found):

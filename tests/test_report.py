@@ -213,6 +213,23 @@ def test_the_state_is_one_sentence(tmp_path):
     assert word == "stopped" and sentence.endswith(": Stopped: the same end 3 times.")
 
 
+def test_a_run_that_has_died_is_neither_running_nor_silent(tmp_path):
+    """Without a launcher no verdict follows, but the ranks' last words are in their logs."""
+    def died(rank, **changes):
+        return rank, {"event": "died", "step": 99, "time": START + 60 + rank, "phase": "checkpoint", "mode": "",
+                      "error": "OSError: [Errno 28] No space left on device\nmore", "errno": 28, "stack": [], **changes}
+
+    run = made_up_run(tmp_path / "run", 100, ended=False, events=[died(1)])
+    assert state_of(read_run(run), START + 60)[0] == "running", "rank 0 may still be at work"
+    run = made_up_run(tmp_path / "run", 100, ended=False, events=[died(0), died(1, error="ConnectionError: peer")])
+    word, sentence = state_of(read_run(run), START + 60)
+    assert word == "died" and re.fullmatch(
+        r"Died at [-\d]+ [:\d]+: rank 0 in checkpoint of step 99: OSError: \[Errno 28\] No space left on device\. The "
+        "same command continues it, unless its launcher does.", sentence)
+    append_line(run / "attempts.jsonl", {"event": "begin", "attempt": 1, "loop": "y", "time": START + 99, "ranks": 2})
+    assert state_of(read_run(run), START + 100)[0] == "running", "a later attempt counts"
+
+
 def test_durations_in_words():
     assert [duration(seconds) for seconds in (7, 119, 300, 12_000, 260_000, None)] == [
         "7 s", "119 s", "5 min", "3 h 20 min", "3 d 0 h", "-"]
