@@ -12,6 +12,7 @@ import Runtime.unix  # noqa: F401  first: an outdated Python, or Windows, stops 
 # isort: split
 import argparse
 import contextlib
+import errno
 import math
 import os
 import sys
@@ -585,6 +586,11 @@ def main(argv=None):
         run = open_run(ranks, cfg, args.fresh)
         code = train(cfg, args, ranks, run)
     except OSError as error:
+        if not run and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            print(f"error: {fault_of(error, 'the run')}: make room, or name another folder (run.models).",
+                  file=sys.stderr)
+            if watchdog.STATE["file"] is None:  # no log of a rank needs the exception
+                return 1  # the code of a crash: a launcher tries again
         if run or is_passing(error):
             raise
         print(f"error: {fault_of(error, 'the run')}: name another folder (run.models), or have the permissions of this "

@@ -104,12 +104,24 @@ def write_file(path, content):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_path(path)
-    try:
+    with beside(path) as partial:
         write_flushed(partial, content)
         replace(partial, path)
+
+
+@contextlib.contextmanager
+def beside(path):
+    """The partial file of `path` (see `partial_path`), which is gone afterwards. An OSError names `path` instead."""
+    partial = partial_path(path)
+    try:
+        yield partial
+    except OSError as error:
+        if error.errno and error.filename in (None, str(partial)):  # Python names none if a write or a flush fails
+            error.filename = str(path)
+        raise
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # report the first fault, such as of a read-only file system, not this one
+            partial.unlink(missing_ok=True)
 
 
 def write_flushed(path, content):
@@ -294,9 +306,10 @@ def append_bytes(path, content, begin_a_line=False):
             content = b"\n" + content
         try:
             if file.write(content) < len(content):  # the last block of a full disk takes only a part
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
-        except OSError:
+        except OSError as error:
+            error.filename = str(path)  # Python names none here
             with contextlib.suppress(OSError):  # report the first fault, not this one
                 os.ftruncate(file.fileno(), size)
             raise

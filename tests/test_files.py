@@ -14,6 +14,7 @@ import pytest
 
 from Runtime.errors import InputError
 from Runtime.files import (
+    append_line,
     is_there,
     partial_path,
     patiently,
@@ -55,6 +56,25 @@ def test_a_writer_that_fails_leaves_the_old_content_and_no_partial_file(tmp_path
     with pytest.raises(OSError, match="No space left"):
         write_file(path, fill)
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("write, link", [(write_file, partial_path), (append_line, Path)])
+def test_a_full_disk_names_the_file_that_was_wanted(tmp_path, write, link):
+    path = tmp_path / "file"
+    link(path).symlink_to("/dev/full")
+    with pytest.raises(OSError) as caught:
+        write(path, "new")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+
+
+def test_a_file_beside_that_cannot_be_written_names_the_file_that_was_wanted(tmp_path):
+    """Nor can it be removed, as on a read-only file system."""
+    path = tmp_path / "file"
+    partial_path(path).mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        write_file(path, "new")
+    assert caught.value.filename == str(path)
 
 
 def test_a_writer_that_is_killed_leaves_the_old_content(tmp_path):

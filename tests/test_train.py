@@ -31,6 +31,7 @@ from Report.run_logs import read_run
 from Runtime import checkpoint
 from Runtime.device import precision
 from Runtime.errors import InputError
+from Runtime.files import partial_path
 from Runtime.provenance import git
 from Supervisor import attempts
 from tests import launching, warm
@@ -240,6 +241,17 @@ def test_output_that_nobody_takes_ends_no_training(data, tmp_path, finished_run,
     words = [sys.executable, ROOT / "OM_train_3modes.py", *options(data, tmp_path, **QUICK, **short)]
     done = launching.run(["bash", "-c", f'exec "$@" {outputs}', "bash", *words])
     assert done.returncode == 0 and final_sha256(tmp_path) == final_sha256(finished_run(**short))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_start_on_a_full_disk_is_one_sentence(data, tmp_path, monkeypatch, capfd):
+    run = tmp_path / "Models/demo_om_net"
+    run.mkdir(parents=True)
+    partial_path(run / "step.json").symlink_to("/dev/full")
+    monkeypatch.setitem(om.watchdog.STATE, "file", None)  # of another test
+    assert train(data, tmp_path) == 1, "a launcher tries again"
+    assert capfd.readouterr().err == (f"error: {run / 'step.json'}: No space left on device: make room, or name "
+                                      "another folder (run.models).\n")
 
 
 def test_a_queue_of_another_length_starts_empty(data, tmp_path, capsys):
