@@ -25,7 +25,7 @@ from Inference.choices import EXPORTED, HUB, no_model
 from Report.page import markdown_table
 from Runtime.config import modes_of, overridden
 from Runtime.errors import DONE, InputError, parse_options, run_program
-from Runtime.files import is_unedited, partial_path, replace, require_apart, sha256, signed, write_file, write_flushed
+from Runtime.files import beside, is_unedited, replace, require_apart, sha256, signed, write_file, write_flushed
 from Runtime.manifest import LOST, read_manifest
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
@@ -144,8 +144,7 @@ def write_weights(path, weights, config, commit, licence):
     digest = weights_sha256(weights)
     metadata = {"format": "pt", "config": json.dumps(config), "commit": commit or "", "weights_sha256": digest,
                 "license": licence}
-    partial = partial_path(path)
-    try:
+    with beside(path) as partial:
         # Clones, because safetensors refuses tensors that share memory.
         clones = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
         write_flushed(partial, save(clones, metadata))
@@ -153,8 +152,6 @@ def write_weights(path, weights, config, commit, licence):
             if weights_sha256({name: file.get_tensor(name) for name in file.keys()}) != digest:
                 raise OSError(f"{path} reads back differently")
         replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
     return sha256(path)
 
 
@@ -298,7 +295,9 @@ def run(args):
 
 
 def main(argv=None):
-    return run_program(run, parse_arguments(argv))
+    args = parse_arguments(argv)
+    model = Path(args.model)
+    return run_program(run, args, args.out or (model if model.is_dir() else run_of(model)) / "hub")
 
 
 if __name__ == "__main__":

@@ -363,12 +363,17 @@ def report(args):
     word, sentence = state_of(found)
     if not args.text or args.follow:
         refresh = args.follow and word not in ("done", "stopped")
-        path = write_report(found, args.out or args.run / "report.html", FOLLOW_S if refresh else None)
+        path = write_report(found, page_path(args), FOLLOW_S if refresh else None)
     if args.text:
         print("\033[2J\033[H" * (args.follow and sys.stdout.isatty()) + as_text(found), flush=True)
     else:
         print(f"{sentence}\nreport: {path.resolve()} ({size_text(path.stat().st_size)})", flush=True)
     return word
+
+
+def page_path(args):
+    """Where the page goes."""
+    return args.out or args.run / "report.html"
 
 
 def look(args):
@@ -395,7 +400,8 @@ def parse_arguments(argv=None):
 
 
 def main(argv=None):
-    return run_program(look, parse_arguments(argv))
+    args = parse_arguments(argv)
+    return run_program(look, args, page_path(args))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The one exception for bad input, the test for exhausted memory, and the exit codes of all programs."""
 import contextlib
 import ctypes
+import errno
 import functools
 import os
 import signal
@@ -174,10 +175,15 @@ def run_program(run, args, out=None):
         return 128 + getattr(signal, "SIGPIPE", 13)  # Windows has none
     except OSError as error:
         path = str(error.filename2 or error.filename or out)
-        out, where = os.path.abspath(out), os.path.abspath(path)
-        own = f"{where}{os.sep}".startswith(f"{out}{os.sep}") or f".{os.path.basename(out)}.tmp-" in where
-        cannot = "results cannot be written there" if own else "it cannot be read or written"
-        print(f"error: {path}: {error.strerror or error}; {cannot}.", file=sys.stderr)
+        out, where = (os.path.join(os.path.abspath(name), "") for name in (out, path))
+        own, full = where.startswith(out), error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cannot = ("results cannot be written there" if own or full or error.errno == errno.EROFS else
+                  "it cannot be read or written")
+        remedies = ["make room"] * full
+        if hasattr(args, "out") and (own or out.startswith(where)):  # the place itself, or a folder above it
+            remedies.append("name another --out")
+        advice = f"; {' or '.join(remedies)}" if remedies else ""
+        print(f"error: {path}: {error.strerror or error}; {cannot}{advice}.", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to continue", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -20,7 +20,7 @@ from Diffusion.networks import build_network
 from Inference.load_model import load_model
 from Runtime import checkpoint
 from Runtime.errors import InputError
-from Runtime.files import sha256
+from Runtime.files import partial_path, sha256
 from tests.tiny import config
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +206,14 @@ def test_without_the_package_the_command_to_install_it(tmp_path, monkeypatch, ca
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert OM_export.main(["--model", str(run)]) == 43 and not list(run.rglob("*.safetensors"))
     assert capsys.readouterr().err == "error: writing .safetensors files needs a package: pip install safetensors\n"
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path, capsys):
+    run, _ = make_run(tmp_path)
+    partial_path(run / "hub/model.safetensors").mkdir(parents=True)
+    assert OM_export.main(["--model", str(run)]) == 43
+    assert capsys.readouterr().err == (f"error: {run}/hub/model.safetensors: Is a directory; results cannot be written "
+                                       "there; name another --out.\n")
 
 
 def test_what_cannot_be_exported(tmp_path, capsys):

@@ -21,7 +21,7 @@ from Report.goodput import add_up, over_time
 from Report.run import duration, main, state_of
 from Report.run_logs import read_run
 from Runtime.errors import InputError
-from Runtime.files import append_line
+from Runtime.files import append_line, partial_path
 from Runtime.profile import new_profile, parse_steps, profile_step
 from tests.faults.common import run_of
 from tests.made_up_run import START, STEP_S, made_up_run
@@ -125,6 +125,10 @@ def test_bad_input_is_one_sentence(tmp_path, capsys):
     run = made_up_run(tmp_path / "run", 20)
     assert main([str(run), "--out", str(run)]) == 43
     assert f"{run}: Is a directory; results cannot be written there" in capsys.readouterr().err
+    partial_path(run / "report.html").mkdir()
+    assert main([str(run)]) == 43
+    assert capsys.readouterr().err == (f"error: {run}/report.html: Is a directory; results cannot be written there; "
+                                       "name another --out.\n")
 
 
 @pytest.mark.parametrize("steps", [0, 9])

@@ -1,5 +1,7 @@
 """A Python that is too old, and a system without fcntl: one sentence, or no difference."""
+import argparse
 import ast
+import errno
 import os
 import re
 import runpy
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from Runtime.errors import InputError, MemoryShort
+from Runtime.errors import InputError, MemoryShort, run_program
 from tests import launching
 from tests.tiny import ROOT
 
@@ -111,6 +113,21 @@ def test_a_program_without_any_output_runs():
                "from Runtime.errors import run_program\n"
                "sys.exit(run_program(lambda args: [None for _ in tqdm([1])] and 7, argparse.Namespace(out='x')))")
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 7
+
+
+@pytest.mark.parametrize("number, name, remedy", [
+    (errno.EROFS, "out/page.html", "results cannot be written there; name another --out"),
+    (errno.EROFS, "", "results cannot be written there; name another --out"),
+    (errno.ENOSPC, "out/page.html", "results cannot be written there; make room or name another --out"),
+    (errno.ENOSPC, "cache/volumes", "results cannot be written there; make room"),
+    (errno.EACCES, "out", "results cannot be written there; name another --out"),
+    (errno.EACCES, "volume.nii", "it cannot be read or written")])
+def test_a_file_that_fails_is_named_with_what_to_do(tmp_path, capsys, number, name, remedy):
+    def fail(args):
+        raise OSError(number, os.strerror(number), str(tmp_path / name))
+
+    assert run_program(fail, argparse.Namespace(out=tmp_path / "out")) == 43
+    assert capsys.readouterr().err == f"error: {tmp_path / name}: {os.strerror(number)}; {remedy}.\n"
 
 
 @pytest.mark.parametrize("kind", [InputError, MemoryShort])
