@@ -9,6 +9,8 @@ import numpy as np
 from Report.page import text_table
 from Supervisor.verdict import STARTING
 
+# The details of the verdict on an attempt that a person, or Slurm before its time limit, asked to leave.
+ASKED = ("requested by a signal", "asked to leave before a rank had begun")
 # The kind of time in the table for each phase of the log; any other phase belongs to a restart.
 STEP = ("deform", "embeddings", "forward", "accumulate", "agree", "backward", "optimizer", "between steps")
 PHASES = {"data": "waiting for data", "epoch": "waiting for data", "checkpoint": "checkpoints",
@@ -50,6 +52,8 @@ def costs_of(attempts, steps):
         ended = end["time"] if end else max(last_sign, begun["time"])
         verdict = end["verdict"] if end else {"dead": False, "cause": "running"}
         waits_for_person = bool(end) and is_refused_start(end)
+        if costs and is_begun_by_person(costs[-1], begun):
+            end_before = None
         began = begun["time"] if end_before is None else end_before
         detection = max(float(ended - last_sign), 0.0) if verdict["dead"] and len(rows) else 0.0
         restart = 0.0 if waits_for_person else float(max(ended - began - sum(spent.values()) - detection, 0.0))
@@ -57,7 +61,8 @@ def costs_of(attempts, steps):
                       "began_after": cause, "cause": verdict["cause"], "spent": spent, "restart": restart,
                       "detection": detection, "rows": rows})
         cause = verdict["cause"]
-        # No attempt is charged for the time until a finished training gets more epochs or a refused one is corrected.
+        # No attempt is charged for the time until a finished training gets more epochs or a refused one is corrected,
+        # nor for a pause that a person has made.
         end_before = None if cause == "done" or waits_for_person else ended
     return costs
 
@@ -67,6 +72,14 @@ def is_refused_start(end):
     run does not count its time as lost. end: the line of attempts.jsonl."""
     verdict = end["verdict"]
     return (verdict["cause"], end.get("decision")) == ("refused", "stop") and verdict["phase"] in STARTING
+
+
+def is_begun_by_person(previous, begun):
+    """Whether a signal ended an attempt and a person began the next one: neither the same launcher, nor Slurm, which
+    signals a job before its time limit and then requeues it. previous: of `costs_of`. begun: line of attempts.jsonl."""
+    before, end = previous["begin"], previous["end"]
+    same = any(begun.get(key) and begun[key] == before.get(key) for key in ("loop", "job"))
+    return bool(end) and end["verdict"].get("detail") in ASKED and not same
 
 
 def kinds_of_rows(steps):

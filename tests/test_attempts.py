@@ -651,6 +651,23 @@ def test_the_time_between_a_finished_run_and_more_epochs_does_not_count(run):
     assert sum(kinds.values()) == pytest.approx(207.0)
 
 
+@pytest.mark.parametrize("before, after, pause", [
+    ({"loop": "a", "job": ""}, {"loop": "b", "job": ""}, 0),             # Ctrl-C, and the same command later
+    ({"loop": "a", "job": "7"}, {"loop": "b", "job": "8"}, 0),           # another job
+    ({"loop": "a", "job": "7"}, {"loop": "b", "job": "7"}, 810),         # requeued by Slurm after its signal
+    ({"loop": "a", "job": ""}, {"loop": "a", "job": ""}, 810)])          # a round of the same launcher
+def test_the_pause_that_a_person_makes_does_not_count(run, before, after, pause):
+    lines = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+    for line, changes in zip(lines, [before, {}, after, {}]):
+        line.update(changes)
+    lines[1]["verdict"] = {"dead": False, "cause": "planned restart", "detail": "requested by a signal"}
+    for line in lines[2:]:
+        line["time"] += 800
+    (run / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kinds, _ = add_up(read_run(run))
+    assert sum(kinds.values()) == pytest.approx(190 + pause)
+
+
 def test_a_run_that_is_still_going_on_counts_up_to_its_last_step(run):
     lines = (run / "attempts.jsonl").read_text().splitlines()[:3]
     (run / "attempts.jsonl").write_text("\n".join(lines) + "\n")
