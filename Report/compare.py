@@ -12,7 +12,7 @@ import numpy as np
 from Report.charts import grid, line_chart
 from Report.goodput import add_up, goodput
 from Report.page import markdown_table, table_html, text_table, write_page
-from Report.run import differing_keys, duration, speed, state_of
+from Report.run import differing_keys, duration, epochs_done, speed, state_of
 from Report.run_charts import smoothed
 from Report.run_logs import read_run
 from Runtime.errors import DONE, InputError, parse_options, run_program
@@ -33,12 +33,12 @@ def short_names(runs):
 
 
 def figures(found):
-    """{name: value} of a run's outcome: state, steps, final losses and scores, time, goodput, device hours."""
+    """{name: value} of a run's outcome: state, epochs, steps, final losses and scores, time, rank hours, goodput."""
     kinds, _ = add_up(found)
     wall, epochs = sum(kinds.values()), found["epochs"]
-    rank_s = sum((sum(each["spent"].values()) + each["restart"] + each["detection"]) * (each["begin"].get("ranks") or 1)
-                 for each in found["costs"])
-    row = {"state": state_of(found)[0], "epochs": len(epochs), "steps": len(found["once"]["step"])}
+    rank_s = sum(max(each["ended"] - each["begin"]["time"], 0) * (each["begin"].get("ranks") or 1)
+                 for each in found["costs"])  # not the time between attempts
+    row = {"state": state_of(found)[0], "epochs": epochs_done(found), "steps": len(found["once"]["step"])}
     last = epochs[-1] if epochs else {}
     row.update({name: last.get(name) for name in found["losses"]})
     row.update({name: lines[-1][name] if lines else None for name, lines in found["scores"].items()})

@@ -299,6 +299,22 @@ def test_compare_puts_runs_side_by_side(tmp_path, capsys):
     assert text.count("<svg") >= 11 and text.count('class="key c2">run-2') >= 9 and "run.models" not in text
 
 
+def test_compared_hours_are_of_ranks_and_epochs_are_those_of_the_report(tmp_path):
+    """An epoch that was left early, for other data, has no line; nothing runs between two attempts."""
+    run = made_up_run(tmp_path / "run", 100, ranks=4, ended=False)
+    lines = (run / "rank0.jsonl").read_text().splitlines(keepends=True)
+    lines.remove(next(line for line in lines if line.startswith('{"event": "epoch"')))
+    (run / "rank0.jsonl").write_text("".join(lines))
+    end_of(run, time=START + 50)
+    again = {"event": "begin", "attempt": 1, "loop": "x", "time": START + 3650, "ranks": 4}
+    append_line(run / "attempts.jsonl", again)
+    end_of(run, attempt=1, time=START + 3700)
+    found = read_run(run)
+    assert len(found["epochs"]) == 1
+    row = compare.figures(found)
+    assert row["epochs"] == 2 and row["rank hours"] == pytest.approx(4 * 100 / 3600) and row["wall time"] == "1 h 1 min"
+
+
 def test_compare_refuses_one_run_and_the_same_one_twice(tmp_path, capsys):
     run = str(made_up_run(tmp_path / "run", 20))
     assert compare.main([run]) == 43 and "name two runs or more" in capsys.readouterr().err
