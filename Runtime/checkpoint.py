@@ -194,14 +194,24 @@ def step_back(run, reason):
 def read(path, map_location="cpu"):
     """The object that torch saved at `path`, with its tensors on map_location.
 
-    Raises InputError naming a damaged file, and OSError for a transient fault.
+    Raises InputError naming a damaged file or one that is no checkpoint, and OSError for a transient fault.
     """
     try:
         return torch.load(path, weights_only=True, map_location=map_location)
     except UNREADABLE as error:
         if is_passing(error) or is_out_of_memory(error):
             raise
+        if not isinstance(error, OSError) and not _is_saved_by_torch(path):
+            raise InputError(f"{path} cannot be read as a checkpoint, for it does not begin as one: give a checkpoint "
+                             "(.pth), a .safetensors file, a run's folder or the word universal; if it was a "
+                             "checkpoint, restore it.") from error
         raise InputError(f"{path} {_reason(error)}: restore the file or use another checkpoint.") from error
+
+
+def _is_saved_by_torch(path):
+    """Whether a file begins as the archives of torch.save do, or as its older pickles."""
+    with open(path, "rb") as file:
+        return file.read(2).startswith((b"PK", b"\x80"))
 
 
 def load(path):
@@ -231,9 +241,9 @@ def check_compatible(state, cfg, path, continues=True):
     Raises InputError naming the first of MODEL_KEYS that differs.
     """
     config = state.get("config")
+    instead = "start a new run with --fresh" if continues else "begin without it (leave out --init-from)"
     if not isinstance(config, dict):
-        raise InputError(f"{path} has no config, so its network is unknown: name another checkpoint, or start a new "
-                         "run with --fresh and without it.")
+        raise InputError(f"{path} has no config, so its network is unknown: use another checkpoint, or {instead}.")
     # Through JSON, since a saved tuple and a YAML list are the same setting.
     old, new = json.loads(json.dumps(config)), json.loads(json.dumps(cfg))
     changed = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in {**old, **new}
@@ -243,8 +253,7 @@ def check_compatible(state, cfg, path, continues=True):
         if key in changed and (key not in free or "none" in changed[key]):
             problem = "is a checkpoint of another network" if key == "model.name" else "does not match the config"
             raise InputError(f"{path} {problem} ({key} is {changed[key][0]} in the checkpoint and {changed[key][1]} in "
-                             "the config): use the config it was trained with, or start a new run with --fresh and "
-                             "without it.")
+                             f"the config): use the config it was trained with, or {instead}.")
     return [f"{key}: {before} -> {after}" for key, (before, after) in changed.items() if key not in MODEL_KEYS]
 
 

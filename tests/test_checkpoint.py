@@ -471,7 +471,7 @@ def test_compatibility_messages():
     said = checkpoint.check_compatible(state, {**CONFIG, "lr": 0.0001, "seed": 1}, "f.pth")
     assert said == ["lr: 1e-05 -> 0.0001", "seed: not set -> 1"]
     with pytest.raises(InputError, match=r"f\.pth does not match the config \(model\.channels is \[8, 16\] in the "
-                                         r"checkpoint and \[8\] in the config\).*--fresh"):
+                                         r"checkpoint and \[8\] in the config\).*, or start a new run with --fresh\.$"):
         checkpoint.check_compatible(state, {**CONFIG, "model.channels": [8]}, "f.pth")
     with pytest.raises(InputError, match=r"f\.pth is a checkpoint of another network .*om_net.*unet.*--fresh"):
         checkpoint.check_compatible(state, {**CONFIG, "model.channels": [8], "model.name": "unet"}, "f.pth")
@@ -481,7 +481,7 @@ def test_compatibility_messages():
     checkpoint.check_compatible(state, other, "f.pth", continues=False)
     with pytest.raises(InputError, match=r"model\.(rec_num|condition_type) is"):
         checkpoint.check_compatible(state, other, "f.pth")
-    with pytest.raises(InputError, match=r"model\.condition_type is slice"):
+    with pytest.raises(InputError, match=r"model\.condition_type is slice.*, or begin without it \(leave out"):
         checkpoint.check_compatible(state, other | {"model.condition_type": "none"}, "f.pth", continues=False)
     with pytest.raises(InputError, match="f.pth has no config"):
         checkpoint.check_compatible({"format": 1, "model": {}}, CONFIG, "f.pth")

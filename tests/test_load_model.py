@@ -98,13 +98,19 @@ def test_what_cannot_be_used_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     torch.save(good, tmp_path / "good.pth")
     (tmp_path / "cut.pth").write_bytes((tmp_path / "good.pth").read_bytes()[:5000])
+    torch.save(good, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    (tmp_path / "old.pth").write_bytes((tmp_path / "old.pth").read_bytes()[:5000])
+    (tmp_path / "tiny.yaml").write_text("base: config_om.yaml\nmodel:\n  channels: [4, 8]\n")
+    (tmp_path / "gone.pth").write_bytes(bytes(5000))
     torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.pth")
     torch.save({**good, "config": None}, tmp_path / "bare.pth")
     torch.save({**good, "config": {**cfg, "model.channels": [8, 16, 16]}}, tmp_path / "other.pth")
     with pytest.raises(InputError, match="model: give a checkpoint .*, not None."):
         load_model(None)
     for name, words in (("none.pth", "no such model"), ("empty", "no checkpoint in this folder"),
-                        ("cut.pth", "restore the file"), ("foreign.pth", "not an OmniMorph checkpoint"),
+                        ("cut.pth", "restore the file"), ("old.pth", "restore the file"),
+                        ("tiny.yaml", "a checkpoint .*, a run's folder"), ("gone.pth", "if it was .*, restore it"),
+                        ("foreign.pth", "not an OmniMorph checkpoint"),
                         ("bare.pth", "has no config"), ("other.pth", "do not fit the network")):
         with pytest.raises(InputError, match=words) as error:
             load_model(tmp_path / name)
