@@ -171,6 +171,11 @@ def pair_batches(run, pairs):
 # Network: data sets, network and optimizers of a run, new or restored from its newest checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
 
+def is_untaught(cfg, args):
+    """Whether a network would segment that no loss teaches to, unless a run of it continues."""
+    return cfg["model.structures"] and not cfg["loss.segment"] and not args.init_from
+
+
 def set_up(cfg, args, ranks, folder):
     """Read the data, join the ranks, build the network, and continue or start. Returns: Run."""
     launched, device = time.monotonic(), pick_device(cfg["run.device"], ranks.local_rank)
@@ -191,7 +196,7 @@ def set_up(cfg, args, ranks, folder):
             and not began_with(folder, args.init_from)):  # else the command that began the run, given again
         raise InputError(f"--init-from: {folder} has checkpoints already; leave --init-from out to continue that "
                          f"run, or add --fresh to start a new one from {args.init_from}.")
-    if cfg["model.structures"] and not cfg["loss.segment"] and not newest and not args.init_from:
+    if is_untaught(cfg, args) and not newest:
         raise InputError(f"model.structures is {cfg['model.structures']}, but loss.segment is 0, so nothing teaches "
                          "this new network to segment: give loss.segment and loss.dice a value above 0, set "
                          "model.structures to 0, or begin from a network that segments (--init-from).")
@@ -582,6 +587,9 @@ def main(argv=None):
             parse_steps(args.profile)  # a mistake in it is told before anything is read
         modes_of(cfg, MODES)  # a config without any mode stops here, before a folder is made
         if args.dry_run:
+            if is_untaught(cfg, args):  # a run that continues may have learned it
+                print("warning: loss.segment is 0, so nothing teaches a new network its model.structures: unless it "
+                      "continues a run, training refuses this without --init-from.", file=sys.stderr)
             return dry_run(cfg, ranks.world_size, MODES)
         run = open_run(ranks, cfg, args.fresh)
         code = train(cfg, args, ranks, run)

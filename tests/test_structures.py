@@ -354,6 +354,9 @@ def test_structures_that_nothing_teaches_are_refused_unless_the_network_segments
     assert om.main(options(data, tmp_path, **untaught)) == 43
     assert "error: model.structures is 6, but loss.segment is 0" in capfd.readouterr().err
     taught = ["--init-from", str(finished_run(**SHARED) / "Models/demo_om_net")]
+    for words, warned in (([], True), (taught, False)):
+        assert om.main(options(data, tmp_path, "--dry-run", *words, **untaught)) == 0
+        assert ("training refuses this without --init-from" in capfd.readouterr().err) == warned
     for words in (taught, []):  # also where it goes on
         assert om.main(options(data, tmp_path, "--max-steps-before-restart", "1", *words, **untaught)) == 42
 
