@@ -65,7 +65,7 @@ USUAL = 30.0  # degrees, the turn of a patient in the scanner; no map is dropped
 # must close BETTER: noise leaves little of the gap to close.
 LEAP_OF_TWO = 0.45
 # The same for a map that turns by NEAR and scales an axis by OTHER_SIZE: a squeezed volume can hide in a part of the
-# other one. Of seven true ones the lowest closes 0.61; the one that squeezed an MR into an ultrasound volume, 0.52.
+# other one. Of twelve true ones the lowest closes 0.61; the one that squeezed an MR into an ultrasound volume, 0.52.
 LEAP_OF_BOTH = 0.57
 BETTER = 0.02  # another map must close this share of the header map's gap to perfect similarity
 LEAST_GAIN = 0.001  # and must gain at least this: rounding leaves two equal volumes at 0.999
