@@ -46,10 +46,8 @@ SENTENCES = {"diffusion": "Diffusion: a volume is deformed at random, and the ne
              "contrastive": "Contrastive: the embedding of a deformed volume is close to that of its own condition, "
              "far from other subjects'.",
              "registration": "Registration: two volumes are aligned, the network seeing all of the fixed one. {labels}"}
-FIGURES = """On volumes that the training has not seen, found by the training itself at this checkpoint. Dice needs
-labels of these volumes, which also choose the best checkpoint.
-
-"""
+FIGURES = "On volumes that the training has not seen, found by the training itself at this checkpoint."
+OF_LABELS = " Dice needs labels of\nthese volumes, which also choose the best checkpoint."
 CARD = """---
 {licence_keys}
 library_name: omnimorph
@@ -232,7 +230,10 @@ def card(source, net, state, cfg, about, digest, licence):
     modes = [SENTENCES.get(mode.name, f"{mode.name.capitalize()}.").format(condition=shown, labels=labels)
              for mode in modes_of(cfg, MODES)]
     published = state.get("published", False)
-    figures = markdown_table(["", ""], about["metrics"].items())
+    figures = "No figures were recorded for this checkpoint."
+    if about["metrics"]:
+        figures = FIGURES + OF_LABELS * ("val_dice" in about["metrics"])
+        figures += "\n\n" + markdown_table(["", ""], about["metrics"].items())
     pair, image = "--fixed F.nii.gz --moving M.nii.gz", "--image I.nii.gz --label L.nii.gz"
     if cfg["data.channels"] > 1:
         further = {side: " ".join(f"{side}{number}.nii.gz" for number in range(2, cfg["data.channels"] + 1))
@@ -244,7 +245,7 @@ def card(source, net, state, cfg, about, digest, licence):
         modes="\n".join(f"- {sentence}" for sentence in modes),
         training=PUBLISHED if published else training(state, cfg, about),
         register="" if cfg["model.condition_type"] == "none" else REGISTER.format(pair=pair),
-        image=image, figures=FIGURES + figures if about["metrics"] else "No figures were recorded for this checkpoint.",
+        image=image, figures=figures,
         file=markdown_table(["", ""], [("File", f"`{EXPORTED}`, of `{source}`"), ("SHA-256", f"`{digest}`"),
                                        ("Licence", licence)]))
 
@@ -296,8 +297,8 @@ def run(args):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    model = Path(args.model)
-    return run_program(run, args, args.out or (model if model.is_dir() else run_of(model)) / "hub")
+    beside_model = args.model if os.path.isdir(args.model) else os.path.dirname(args.model) or "."
+    return run_program(run, args, args.out or beside_model)
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def warn_of_cut_labels(parts):
         worst = min(cut, key=cut.get)
         print(f"warning: {len(cut)} volumes have labels beyond the training grid, {worst} {100 - 100 * cut[worst]:.0f} "
               f"% of them: {advice}", file=sys.stderr)
-    labelled = [line["id"] for line in lines if line["label"]]
+    labelled = [line["id"] for line in lines if line["label"] and "label_kept" in line]  # caches before 1.4 lack it
     if labelled and all(kept[name] is None for name in labelled):
         print(f"warning: the label maps of all {len(labelled)} volumes that have one, such as {labelled[0]}, hold only "
               "background: look at them in a viewer.", file=sys.stderr)

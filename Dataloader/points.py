@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,8 @@ def read_point_pairs(fixed, moving):
     If the two files have the same names for their points, each once, the moving points are put into the order of the
     fixed ones. The names are a column name, label or id of a table, or Slicer's labels.
     fixed, moving: paths. Returns: two arrays as from `read_points`; their lengths may differ.
-    Raises InputError as `read_points`, and if the same names stand in other rows but cannot be matched.
+    Points are paired by row otherwise, with a warning if names in other rows contradict that. Raises InputError as
+    `read_points`.
     """
     (fixed_mm, fixed_names), (moving_mm, moving_names) = map(_named_points, (fixed, moving))
     rows = {name: row for row, name in enumerate(moving_names)}
@@ -48,8 +50,8 @@ def read_point_pairs(fixed, moving):
     known = set(fixed_names)
     astray = next((own for other, own in zip(fixed_names, moving_names) if own != other and own in known), None)
     if astray is not None and len(fixed_mm) == len(moving_mm):
-        raise InputError(f"{fixed} and {moving} list the landmarks in different orders, such as {astray}; sort one "
-                         "like the other, with the same names.")
+        print(f"warning: {fixed} and {moving} are paired by row, although names such as {astray} stand in different "
+              "rows: give the same point the same name, each once, or make sure that the rows agree.", file=sys.stderr)
     return fixed_mm, moving_mm
 
 
@@ -249,8 +251,8 @@ def _cells(path, line, separator=None):
         separator = next((each for each in "\t;" if each in line), None)
         if not separator and "," in line and (" " not in line or ", " in line or " ," in line):
             separator = ","  # else it is a decimal comma
-    if not separator:
-        return line.split()
+    if not separator or line.count('"') % 2:  # a single quote, such as of inches, encloses nothing
+        return [cell.strip() for cell in line.split(separator)]
     try:
         row, = csv.reader([line], delimiter=separator, skipinitialspace=True)
     except csv.Error as error:

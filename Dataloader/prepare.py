@@ -119,7 +119,8 @@ def read_beside(item, kind, shape, affine, read=read_label):
     array, own_affine = read(item[kind], len(shape))
     advice = RESAMPLE
     if array.shape == tuple(shape) and not same_grid(array.shape, own_affine, shape, affine):
-        doubts = [doubt.rstrip(".") for path in (item["image"], item[kind]) for doubt in placement_doubts(path)]
+        doubts = [doubt.rstrip(".") for path in (item["image"], item[kind])
+                  for doubt in placement_doubts(path, len(shape))]
         advice = ". ".join(["if it fits the image voxel by voxel, one of the two headers is wrong: correct that one, "
                             f"since resampling would destroy it; if not, {RESAMPLE}", *doubts])
     require_same_grid(f"{item[kind]}: the {kind} of {item['image']}", array.shape, own_affine, "the image", shape,

@@ -109,7 +109,8 @@ def save(result, folder):
     volumes = {"fixed": result.fixed, "moving": result.moving}
     for side in ("fixed", "moving"):
         volumes.update(zip(CHANNELS[side], volumes[side].channels))
-    require_apart(output_files(folder), inputs=[volume.path for volume in volumes.values()])
+    paths = [volume.path for volume in volumes.values()]
+    require_apart(output_files(folder), inputs=paths)
     require_own(folder, [folder])
     for volume in volumes.values():
         if volume.path and volume.stamp and source_stamps({"": volume.path})[""] != volume.stamp:
@@ -123,7 +124,7 @@ def save(result, folder):
     if earlier["version"] in ("1.0.0", "1.1.0", "1.2.0"):  # which did not say so
         own = [os.path.basename(row.get(key, "")) for row in earlier["pairs"].values() for key in files]
     given = [path for key, path in files.items() if not volumes[key].path]
-    require_apart(given, lambda path: path.name in own)
+    require_apart(given, lambda path: path.name in own, paths)
     dims = result.fixed.array.ndim
     settings = {"config": {"model.dims": dims}, "from_memory": [path.name for path in given]}
     make_folder(folder)

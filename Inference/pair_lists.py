@@ -138,7 +138,7 @@ def read_pairs_to_score(path):
     entries = content.get("pairs") if isinstance(content, dict) else content
     _require_entries(path, entries, "fixed_label, moving_label, field")
     if not isinstance(content, dict) or "settings" not in content:
-        pairs = [{"name": str(entry.get("name") or f"pair {number}"), **pair_files(path, number, entry, TO_SCORE)}
+        pairs = [{"name": _name_of(entry, number), **pair_files(path, number, entry, TO_SCORE)}
                  for number, entry in enumerate(entries, 1)]
         _require_own_names(path, pairs)
         return pairs, None
@@ -180,6 +180,10 @@ def _read_list(path, columns):
 def _require_entries(path, entries, wanted, key=None):
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(f"{path}: no list of pairs{f' under {key}' if key else ''}; write objects with {wanted}.")
+
+
+def _name_of(entry, number):
+    return f"pair {number}" if entry.get("name") in (None, "") else str(entry["name"])
 
 
 def _require_own_names(path, pairs):

@@ -47,11 +47,11 @@ def require_own(out, folders=(), disps=(), program=None):
     """
     pages = [out / name for name in ("results.json", "results.csv", "report.html")]
     outputs = itertools.chain.from_iterable(output_files(folder) for folder in folders if folder.is_dir())
-    taken = next(filter(Path.exists, itertools.chain(pages, outputs)), None)
-    # Read after a file was seen: a part of the list that begins meanwhile writes its results before its files.
+    taken = [*filter(Path.exists, itertools.chain(pages, outputs))]
+    # Read after the files were seen: a part of the list that begins meanwhile writes its results before its files.
     homes = [(home, read_results(home)) for home in (out, *parts_of(out))]
     listed = set(listed_files(out)) if disps else set()
-    require_apart([taken], lambda _: any(earlier["version"] for _, earlier in homes))
+    require_apart(taken, lambda _: any(earlier["version"] for _, earlier in homes))
     require_apart(filter(Path.exists, map(out.joinpath, disps)), lambda path: path in listed or is_own_field(path))
     named = set(map(os.path.abspath, folders))
     for home, earlier in homes:

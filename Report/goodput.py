@@ -76,7 +76,8 @@ def is_refused_start(end):
 
 def is_begun_by_person(previous, begun):
     """Whether a signal ended an attempt and a person began the next one: neither the same launcher, nor Slurm, which
-    signals a job before its time limit and then requeues it. previous: of `costs_of`. begun: line of attempts.jsonl."""
+    signals a job before its time limit and then requeues it. A person who starts it again within one job counts as its
+    launcher, and another scheduler's requeue as a person. previous: of `costs_of`. begun: line of attempts.jsonl."""
     before, end = previous["begin"], previous["end"]
     same = any(begun.get(key) and begun[key] == before.get(key) for key in ("loop", "job"))
     return bool(end) and end["verdict"].get("detail") in ASKED and not same

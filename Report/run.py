@@ -36,7 +36,7 @@ LAST_ATTEMPTS = 100  # listed one by one
 # ---------------------------------------------------------------------------------------------------------------------
 
 def state_of(found, now=None):
-    """The state of a run: (word, sentence). word: running, waiting, silent, stopped or done.
+    """The state of a run: (word, sentence). word: running, waiting, silent, died, stopped or done.
 
     now: time.time(). Each rank logs a deadline for its next sign of life. A run is silent once all deadlines have
     passed: all its processes are gone, or this is a copy of its folder.
@@ -57,9 +57,9 @@ def state_of(found, now=None):
             if line["event"] == "died" and line["attempt"] == newest["attempt"]}
     if died and len(died) >= (newest["begin"].get("ranks") or 1):  # no launcher has judged them yet
         first = min(died.values(), key=lambda line: line["time"])
-        return "died", (f"Died at {moment(first['time'])}: rank {first['rank']} in {place(first)}: "
-                        f"{first['error'].splitlines()[0].rstrip('.')}. The same command continues it, unless its "
-                        "launcher does.")
+        said = (str(first.get("error") or "").splitlines() or ["no error is logged"])[0].rstrip(".")
+        return "died", (f"Died at {moment(first['time'])}: rank {first['rank']} in {place(first)}: {said}. The same "
+                        "command continues it, unless its launcher does.")
     crumbs = [line for line in found["now"].values() if line["attempt"] == newest["attempt"]]
     if not crumbs:
         return "running", f"Starting since {moment(newest['begin']['time'])}: no rank has written to its log yet."

@@ -174,13 +174,14 @@ def run_program(run, args, out=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it at exit
         return 128 + getattr(signal, "SIGPIPE", 13)  # Windows has none
     except OSError as error:
-        path = str(error.filename2 or error.filename or out)
+        named = error.filename2 or error.filename
+        path = str(named or out)
         out, where = (os.path.join(os.path.abspath(name), "") for name in (out, path))
-        own, full = where.startswith(out), error.errno in (errno.ENOSPC, errno.EDQUOT)
-        cannot = ("results cannot be written there" if own or full or error.errno == errno.EROFS else
-                  "it cannot be read or written")
+        full, own = error.errno in (errno.ENOSPC, errno.EDQUOT), bool(named) and where.startswith(out)
+        of_disk = full or error.errno == errno.EROFS  # met by what is written alone
+        cannot = "results cannot be written there" if own or of_disk else "it cannot be read or written"
         remedies = ["make room"] * full
-        if hasattr(args, "out") and (own or out.startswith(where)):  # the place itself, or a folder above it
+        if hasattr(args, "out") and (own or of_disk and out.startswith(where)):  # the place, or a folder above it
             remedies.append("name another --out")
         advice = f"; {' or '.join(remedies)}" if remedies else ""
         print(f"error: {path}: {error.strerror or error}; {cannot}{advice}.", file=sys.stderr)

@@ -150,21 +150,29 @@ def require_apart(targets, is_own=None, inputs=()):
     """Raise InputError if a run that writes `targets` would overwrite one of its inputs or a file of somebody else.
 
     targets, inputs: paths; None and what does not exist is skipped. is_own(path): whether an earlier run left a file as
-    it is; None: no matter. No file replaces a folder, so a folder in `targets` only must not be an input.
+    it is; None: no matter.
     """
     there = [path for path in targets if path and os.path.lexists(path)]
-    places = {os.stat(path)[1:3] for path in there if os.path.exists(path)}  # also under another name of the same file
+    places = {_place(os.path.realpath(path) if os.path.isdir(path) else path) for path in there}
     for path in inputs:
-        if path and os.path.exists(path) and os.stat(path)[1:3] in places:
+        if path and os.path.exists(path) and not places.isdisjoint(map(_place, (path, os.path.realpath(path)))):
             if os.path.isdir(path):
                 raise InputError(f"{path}: it is a folder of images, and a later run would take the results in it for "
                                  "images; choose another --out.")
             raise InputError(f"{path}: a result with the same name would overwrite this input or result; choose "
                              "another --out.")
     for path in there if is_own else ():
-        if not os.path.isdir(path) and not (os.path.exists(path) and is_own(path)):
+        if os.path.isdir(path) or not (os.path.exists(path) and is_own(path)):
             raise InputError(f"{path}: it is not of an earlier run, or not as this version wrote it, and would be "
                              "replaced; keep it under another name, or choose another --out.")
+
+
+def _place(path):
+    """What a path shares with another name of it, also on a disk that ignores case: the folder, and the file.
+
+    Results are renamed into their places, so links to a file in other folders keep what they show.
+    """
+    return tuple(os.stat(each)[1:3] if os.path.exists(each) else None for each in (os.path.dirname(path) or ".", path))
 
 
 def csv_text(rows, delimiter=","):

@@ -1,6 +1,7 @@
 """Shared by all programs on a study: its volumes, its folder of results, its table and the end of a run."""
 import contextlib
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -85,7 +86,8 @@ def locked(path, program, names, inputs=()):
     with run_lock.held_results(out):
         require_own(out, program=program)
         is_new = not read_results(out)["version"]
-        require_apart([out / name for name in names], (lambda _: False) if is_new else None, inputs)
+        files = [out / name for name in names if not os.path.isdir(out / name)]  # no file replaces a folder
+        require_apart(files, (lambda _: False) if is_new else None, inputs)
         if is_new:  # a run that is killed before its first row leaves files of its own
             write_results(out, [], [], {"program": program}, complete=False)
         yield out

@@ -15,6 +15,7 @@ from Dataloader.synthetic import make_subject
 from Diffusion.fields import then_affine, warp
 from Diffusion.losses import local_correlation
 from Diffusion.metrics import average, dice
+from Inference import affine as stage
 from Inference.affine import align_affine, all_turns, global_correlation
 from Runtime.errors import InputError
 from tests.bench import bench_start
@@ -378,3 +379,11 @@ def test_real_hippocampi_are_aligned():
 
 def number(path):
     return int(path.name[12:15])
+
+
+@pytest.mark.parametrize("degrees, scale, leap, expected", [
+    (170, 0.3, stage.LEAP_OF_TWO, stage.LEAP_OF_BOTH), (20, 0.3, stage.LEAP_OF_TWO, stage.LEAP_OF_TWO),
+    (170, 0.9, stage.LEAP_OF_TWO, stage.LEAP_OF_TWO), (170, 0.3, 0.0, 0.0)])
+def test_a_map_that_turns_and_squeezes_must_gain_more_to_be_believed(degrees, scale, leap, expected):
+    turned = Rotation.from_rotvec(np.radians(degrees) * np.array([0.6, 0.0, 0.8])).as_matrix()
+    assert stage._leap(turned @ np.diag([1.0, 1.0, scale]), leap) == expected

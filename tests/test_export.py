@@ -160,6 +160,10 @@ def test_the_card_names_the_modes_of_the_training_alone(tmp_path, monkeypatch):
     assert "Its loss has the Dice of label maps too." in page
     assert "No figures were recorded" in page and "choose the best checkpoint" not in page
     page = page_of(data__channels=3)
+    about["metrics"] = {"val_imgsim": 0.8}
+    assert "by the training itself at this checkpoint.\n\n|" in page_of(), "a score that needs no labels"
+    about["metrics"]["val_dice"] = 0.7
+    assert "Dice needs labels of\nthese volumes, which also choose the best checkpoint.\n\n|" in page_of()
     assert "--fixed-channels F2.nii.gz F3.nii.gz --moving-channels M2.nii.gz M3.nii.gz --model FOLDER" in page
     assert "omnimorph augment --data FOLDER_OF_IMAGES --model FOLDER" in page and "--image" not in page
     assert list(OM_export.SENTENCES) == list(OM_train_3modes.MODES)

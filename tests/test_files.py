@@ -169,13 +169,18 @@ def test_results_replace_no_input_under_any_name_and_no_file_of_others(tmp_path)
     gone.symlink_to("nowhere")
     require_apart([path, None, tmp_path / "new"], lambda _: True, [None, tmp_path / "nowhere", gone, tmp_path])
     require_apart([tmp_path, gone], inputs=[path])
-    for name in (path, link, hard):
+    (tmp_path / "other").mkdir()
+    elsewhere, copy = tmp_path / "other/link", tmp_path / "other/hard"
+    elsewhere.symlink_to(path)
+    os.link(path, copy)
+    for name in (path, link, hard, elsewhere):
         with pytest.raises(InputError, match=f"{name}: a result with the same name would overwrite this input"):
             require_apart([gone, path], inputs=[name])
+    require_apart([path], inputs=[copy])  # the file stays there when a result is renamed into its place
+    require_apart([elsewhere], inputs=[path])  # and so does what a link shows
     with pytest.raises(InputError, match="it is a folder of images, and a later run would take the results in it"):
         require_apart([tmp_path], inputs=[tmp_path / "."])
-    require_apart([tmp_path], lambda _: False)
-    for theirs, is_own in ((path, lambda _: False), (gone, lambda _: True)):
+    for theirs, is_own in ((path, lambda _: False), (gone, lambda _: True), (tmp_path, lambda _: True)):
         with pytest.raises(InputError, match=f"{theirs}: it is not of an earlier run, .* and would be replaced"):
             require_apart([theirs], is_own)
 

@@ -320,6 +320,23 @@ def test_fields_of_two_pairs_with_one_learn2reg_name_are_refused(data, tmp_path,
     assert "would both be disp_0001_0007.nii.gz" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def test_a_pair_of_a_list_replaces_no_input_in_its_folder(data, tmp_path, capsys):
+    out, images = tmp_path / "out", [data / f"sub-0{number}_T1w.nii.gz" for number in range(3)]
+    rows = [("a", images[0], images[1]), ("b", images[0], images[2])]
+
+    def register(rows):
+        (tmp_path / "list.csv").write_text("".join(",".join(map(str, row)) + "\n"
+                                                   for row in (("name", "fixed", "moving"), *rows)))
+        return call("--pairs", tmp_path / "list.csv", "--out", out)
+
+    assert register(rows) == 0
+    warped = out / "a/warped.nii.gz"
+    kept = warped.read_bytes()
+    assert register([("a", warped, images[1]), rows[1]]) == 43
+    assert f"{warped}: a result with the same name would overwrite this input" in capsys.readouterr().err
+    assert warped.read_bytes() == kept and results(out)["pairs"][0]["name"] == "b"
+
+
 def test_a_learn2reg_field_of_others_is_not_replaced(data, tmp_path, capsys):
     for number in (1, 2):
         shutil.copy(data / f"sub-0{number}_T1w.nii.gz", tmp_path / f"case_000{number}.nii.gz")

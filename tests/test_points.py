@@ -103,8 +103,8 @@ def test_landmarks_of_other_programs(tmp_path, name, content):
     ("p.mrk.json", MARKUPS.replace('"defined"', '"undefined"').encode(), "control point 1, nose, has no position"),
     ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", '""').encode(), "control point 2, chin, has no position"),
     ("p.mrk.json", MARKUPS.replace('"LPS"', '"LPS", "coordinateUnits": "cm"').encode(), "in cm; export them in mm"),
-    ("p.fcsv", b'"' + 200_000 * b"a", "not a table of points"),
-    ("p.csv", b'x,y,z,id\n1,2,3,"' + 200_000 * b"a", "not a table of points"),
+    pytest.param("p.fcsv", b'"' + 200_000 * b"a", "not a table of points", id="long .fcsv"),
+    pytest.param("p.csv", b'x,y,z,id\n1,2,3,"' + 200_000 * b"a" + b'"', "not a table of points", id="long .csv"),
     ("p.csv", b"{" + 99 * b"a" + b"\n", "does not name the columns x, y and z"),
     ("p.fcsv", HEADER.format("RAS").encode(), "no landmarks"),
     ("p.mrk.json", b"[]", "not a list of Slicer's control points"),
@@ -147,11 +147,11 @@ def test_landmarks_without_the_same_names_are_paired_by_row(tmp_path, text):
 
 
 @pytest.mark.parametrize("names, said", [(("chin", "Nose"), "chin"), (("nose", "nose"), "nose")])
-def test_names_that_stand_in_other_rows_and_do_not_all_match_are_refused(tmp_path, names, said):
+def test_names_that_stand_in_other_rows_and_do_not_all_match_are_told(tmp_path, names, said, capsys):
     (tmp_path / "f.csv").write_text(NAMED)
     (tmp_path / "m.csv").write_text("name,x,y,z\n{},1,2,3\n{},4,5,6\n".format(*names))
-    with pytest.raises(InputError, match=f"f.csv and .*m.csv list the landmarks in different orders, such as {said};"):
-        read_point_pairs(tmp_path / "f.csv", tmp_path / "m.csv")
+    assert read_point_pairs(tmp_path / "f.csv", tmp_path / "m.csv")[1].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert f"m.csv are paired by row, although names such as {said} stand in different rows" in capsys.readouterr().err
 
 
 def test_a_field_is_applied_to_points_of_slicer(tmp_path, capsys):

@@ -183,8 +183,12 @@ def test_label_maps_of_background_alone_are_told(tmp_path, capsys):
     image = np.random.default_rng(0).random((24, 24, 24)).astype(np.float32)
     item = save(tmp_path, image, np.eye(4), label=np.zeros(image.shape, np.uint8))
     plain = {**item, "label": None, "id": "v_2"}
-    OM_prepare.warn_of_cut_labels({0: part(tmp_path, [item, plain], keys((16,) * 3))[1]})
+    record = part(tmp_path, [item, plain], keys((16,) * 3))[1]
+    OM_prepare.warn_of_cut_labels({0: record})
     assert "the label maps of all 1 volumes that have one, such as v_1, hold only background" in capsys.readouterr().err
+    del record["volumes"][0]["label_kept"]  # as in caches before 1.4
+    OM_prepare.warn_of_cut_labels({0: record})
+    assert not capsys.readouterr().err
     OM_prepare.warn_of_cut_labels({0: part(tmp_path, [plain], keys((16,) * 3))[1]})
     assert not capsys.readouterr().err
 
@@ -242,6 +246,16 @@ def test_a_soft_mask_counts_wherever_it_is_above_zero(tmp_path):
     mask = np.maximum(image - 0.4, 0)
     arrays, _ = part(tmp_path, [save(tmp_path, image, np.eye(4), mask=mask)], keys((16, 18, 20), window=[0, 1]))
     assert arrays["masks"].dtype == np.uint8 and np.array_equal(arrays["masks"][0], mask > 0)
+
+
+def test_a_2d_label_on_another_grid_is_refused_with_the_doubts_about_its_header(tmp_path):
+    image = np.random.default_rng(0).random((20, 22)).astype(np.float32)
+    paths = [tmp_path / name for name in ("image.nii.gz", "label.nii.gz")]
+    for path, array, shift in zip(paths, (200 * image, image > 0.5), (0, 5)):
+        nibabel.save(nibabel.Nifti1Image(array.astype(np.uint8), np.eye(4) + shift * np.eye(4, k=3)), path)
+    item = {"id": "v_1", "image": paths[0], "label": paths[1], "mask": None, "channels": []}
+    with pytest.raises(InputError, match="label.nii.gz: the label of .*is on another grid .*headers is wrong"):
+        on_grid(item, {**keys((16, 16)), "model.dims": 2})
 
 
 def test_a_label_may_differ_by_rounding_of_its_affine_and_no_more(tmp_path):

@@ -643,6 +643,10 @@ def test_results_never_take_the_place_of_what_is_read(place, tmp_path, capsys):
     words = ["--fixed", image(place, "a_0001"), *network(place), "--out", tmp_path, "--device", "cpu"]
     for moving in (image(place, "b_0002"), tmp_path / "warped.nii.gz"):
         refused(capsys, "warped.nii.gz: it is not of an earlier run", *words, "--moving", moving)
+    (tmp_path / "results.csv").mkdir()
+    refused(capsys, "results.csv: it is not of an earlier run", *words, "--moving", image(place, "b_0002"))
+    assert not (tmp_path / "results.json").exists(), "once the folder is gone, the file would be taken for a result"
+    (tmp_path / "results.csv").rmdir()
     (tmp_path / "warped.nii.gz").unlink()
     refused(capsys, "points.csv: it is not of an earlier run", *words, "--moving", image(place, "b_0002"))
     (tmp_path / "points.csv").unlink()
