@@ -49,8 +49,8 @@ def parse_arguments(argv=None):
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--verify", action="store_true", help="read everything and name each damaged, missing or "
                         "foreign file, without changing anything")
-    action.add_argument("--repair", action="store_true", help="the same, and rebuild the parts that are damaged or "
-                        "from which volumes were refused")
+    action.add_argument("--repair", action="store_true", help="read everything and rebuild the parts that are damaged "
+                        "or from which volumes were refused")
     action.add_argument("--fresh", action="store_true", help="remove the cache and rebuild it")
     return parse_options(parser, argv)
 

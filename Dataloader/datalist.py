@@ -642,7 +642,7 @@ def _listed_item(where, folder, entry, listed):
             raise InputError(f"{path}: the {role} listed in {where} is missing; restore it or drop {whose} entry.")
     if entry.get("split", "train").lower() not in SPLITS:
         raise InputError(f"{where}: the split {entry['split']} of {paths['image'].name} is not train, val or test; "
-                         "correct it, or leave it empty for training.")
+                         "correct it, such as to train.")
     item = _item(**paths, words=entry)
     return {**item, "channels": list(further.values())} if further else item
 

@@ -169,8 +169,8 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
         fault = read_error.strerror or read_error
         raise OSError(read_error.errno, f"no checkpoint in {run} can be read at the moment ({fault})")
     if sound is None and (entries or unlisted):
-        raise InputError(f"no checkpoint in {run} can be used: start over in a new folder with --fresh, or restore "
-                         "one of its files.")
+        raise InputError(f"no checkpoint in {run} can be used: restore one of its files, train anew with --fresh, or "
+                         "give another --model.")
     return sound
 
 

@@ -101,7 +101,8 @@ def split_step(cfg, world_size, step=None):
     source, change = f"data.global_batchsize {samples}", "change one of them"
     if not cfg["data.global_batchsize"]:
         source = f"the step of {samples} samples, which the run's first launch with {step['ranks']} ranks fixed,"
-        change = "start another number of ranks, or set data.global_batchsize to the number of samples per step"
+        change = (f"start another number of ranks, or set data.global_batchsize to a multiple of {size * world_size}, "
+                  "which changes the training")
     if samples % (size * world_size):
         raise InputError(f"{source} is not a multiple of data.batchsize {size} x {world_size} ranks: {change}.")
     if pairs % (pair_size * world_size):
