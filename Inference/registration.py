@@ -662,9 +662,10 @@ def solve(net, placed, fixed, moving, refine, cfg, began, device, progress, know
     seconds = {"affine": time.perf_counter() - began, "network": 0.0, "refine": 0.0}
     pair, field, structures, smoothing = _on_device(placed.pair, device), None, None, None
     if known is not None:
+        # Without its affine part: the one that was found for this pair takes its place.
         field = total_field(torch.from_numpy(known.field)[None], np.linalg.inv(known.affine) @ placed.work_affine,
                             placed.pair["fixed"].shape[1:],
-                            np.linalg.inv(placed.matrix @ placed.work_affine) @ known.affine)
+                            np.linalg.inv(known.matrix @ placed.work_affine) @ known.affine)
         field = torch.from_numpy(field)[None].to(device)
     if net is not None:
         started, seen = time.perf_counter(), cfg["data.channels"]

@@ -105,7 +105,7 @@ def draw_row(out, rows, entry, folder, earlier):
     elif "warped.nii.gz" in entry and "fixed" in entry:
         dims, heat = dims_of(entry["fixed"]), None
         fixed, affine = read_volume(entry["fixed"], dims)
-        image = read_volume(entry["warped.nii.gz"], dims)[0]
+        image = read_numbers(entry["warped.nii.gz"], dims)[0]  # constant if it shows nothing of the moving volume
         outlines = [((in_range(fixed, fixed) > BRIGHT).astype(np.uint8), 0)]
         if "fixed_label" in entry:  # with --resample-labels on a grid of its own
             zero = np.zeros((dims, *fixed.shape), np.float32)

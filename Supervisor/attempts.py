@@ -294,9 +294,10 @@ def launcher_begin(argv):
     run, token, requeued = take_folder(cfg, args.fresh, args.launcher_pid)
     try:
         step, nodes, tasks = patiently(lambda: share_out(run, cfg, args.nodes, args.tasks, args.of), patience, run)
+        # First: it judges an attempt whose `end` was killed, and may decide to step back.
+        attempt = patiently(lambda: begin(run, token, nodes * tasks), patience, run)
         ends = ends_of(patiently(lambda: history(run), patience, run), token)
         step_back = pending_step_back(run, ends)
-        attempt = patiently(lambda: begin(run, token, nodes * tasks), patience, run)
     except BaseException:
         if "OMNIMORPH_TOKEN" not in os.environ:  # nobody learns the token, so nobody else could unlock the folder
             with contextlib.suppress(OSError):

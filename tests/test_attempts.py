@@ -391,6 +391,21 @@ def test_rounds_through_the_command_line(tmp_path, call):
     assert call("unlock", **mine).code == 0 and not (run / "lock.json").exists()
 
 
+def test_a_step_back_is_not_lost_if_end_was_killed(tmp_path, call):
+    run, mine = tmp_path / "Models/demo_om_net", {}
+    for attempt in (0, 1):
+        mine = own(call(*begin_words(tmp_path), **mine))
+        if not attempt:
+            durable(run, 8, 12)
+        write_rank(run, 0, died("ValueError: x"), attempt=attempt, exit={"code": 1})
+        if not attempt:
+            call("end", 1, **mine)
+    mine = own(call(*begin_words(tmp_path), **mine))
+    ends = [line for line in history(run) if line["event"] == "end"]
+    assert [line["decision"] for line in ends] == ["continue", "step back"], "the start has judged the second one"
+    assert (mine["OMNIMORPH_STEP_BACK"], mine["OMNIMORPH_ROUND"]) == (ends[1]["sentence"], "2")
+
+
 def test_a_step_back_is_not_lost_if_the_next_start_is_refused(tmp_path, call):
     run, mine = tmp_path / "Models/demo_om_net", {}
 

@@ -113,6 +113,13 @@ def test_verdicts_and_outliers_are_those_of_all_results_of_now(tmp_path, capsys)
     assert (counts["verdict_failed"], counts["failed"]) == (1, 1)  # the second is lost.nii.gz, which is left out
 
 
+def test_a_registration_that_shows_nothing_of_the_moving_volume_keeps_its_row(tmp_path):
+    write_results(tmp_path, 2)
+    write_volume(tmp_path / "reg/all/warped.nii.gz", np.full(SIZE, 0.4, np.float32), AFFINE)
+    run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc")
+    assert [row["name"] for row in table(tmp_path / "qc/qc.tsv")][:2] == ["s_000", "s_001"]
+
+
 def test_subjects_whose_names_differ_only_in_where_the_folder_ends_have_two_pictures(tmp_path, monkeypatch):
     write_results(tmp_path, 1, (10, 11, 9))
     shutil.copytree(tmp_path / "reg", tmp_path / "reg_T1")

@@ -472,6 +472,15 @@ def test_a_registration_continues_from_an_earlier_one(fixed, moving, far):
     assert first.smoothing == further.smoothing and same.smoothing is None
 
 
+def test_an_earlier_field_of_another_pair_follows_the_affine_part_that_is_found_now():
+    """As of the frames of a series."""
+    image = np.pad(make_subject(0, (40, 48), dims=2)["image"], 12)
+    still, near, far = ((ndimage.shift(image, (shift, 0), order=1), np.eye(4)) for shift in (0, 0.4, 6))
+    known = register(still, near, affine="rigid", refine=10).known
+    found = register(still, far, affine="rigid", refine=10, start=known)
+    assert np.abs(found.field - [[[6]], [[0]]])[:, 20:44, 20:52].mean() < 0.1 and found.similarity > 0.95
+
+
 @pytest.mark.filterwarnings("ignore:.* an array alone has no spacing")
 def test_an_earlier_registration_and_a_model_both_tell_where_to_start():
     pair = [make_subject(seed, (24, 28), dims=2)["image"] for seed in (0, 1)]
