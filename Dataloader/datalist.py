@@ -842,21 +842,21 @@ def _modality(stem):
 def _by_folder(items, base):
     """The subject of each item by its folder, or else by its id: a list of names.
 
-    A folder counts if its name has a number, is no contrast and no GROUP, and stands as a whole in the id, and if it
-    holds at most MOST_SCANS volumes and not the whole data set; of several, the outermost. Otherwise it is the id
-    without contrast, TIME and PROCESSED at its end: case_7 of case_7_t1, case_7_flair, case_7_frame01 and
-    case_7_t1_brain.
+    Contrast, TIME and PROCESSED at the end of a name tell no subject: case_7 of case_7_t1, case_7_flair, case_7_frame01
+    and case_7_t1_brain. A folder counts if the rest of its name has a number and is no GROUP, if its name stands as a
+    whole in the id, and if it holds at most MOST_SCANS volumes and not the whole data set; of several, the outermost.
     """
     around = {}  # {folder of images: of itself and those around it, the ones that may be somebody's}
     for folder in {item["image"].parent for item in items}:
         inner = _below(base, folder)
-        around[folder] = [each for each in (*reversed(inner.parents), inner) if re.search("[0-9]", each.name)
-                          and _without_scan(each.name) and not GROUP.fullmatch(each.name)]
+        around[folder] = [each for each in (*reversed(inner.parents), inner)
+                          if re.search("[0-9]", rest := _without_scan(each.name)) and not GROUP.fullmatch(rest)]
     chains = [[folder for folder in around[item["image"].parent]
                if re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", item["id"])] for item in items]
     inside = collections.Counter(itertools.chain(*chains))
     folders = [next((folder for folder in chain if inside[folder] < min(len(items), MOST_SCANS + 1)), None)
                for chain in chains]
+    folders = [folder and folder.with_name(_without_scan(folder.name)) for folder in folders]  # one for several scans
     alike = collections.Counter(folder.name for folder in set(folders) if folder)
     return [_without_scan(item["id"]) or item["id"] if not folder else
             folder.name if alike[folder.name] == 1 else "_".join(folder.parts)

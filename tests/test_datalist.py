@@ -719,6 +719,14 @@ def test_results_of_an_earlier_run_are_no_images_unless_a_pattern_asks_for_them(
      {"p1_T1": ("p1", "T1", "seg"), "p1_T1_brain": ("p1", "T1", "seg"), "p2_T1_brain": ("p2", "T1", None)}),
     (" ".join(f"OASIS1/OASIS1_{number}.nii.gz" for number in range(21)),
      {f"OASIS1_{number}": (f"OASIS1_{number}", "", None) for number in range(21)}),
+    # A folder for each scan is nobody of its own.
+    (" ".join(f"BraTS-GLI-0000{name}/BraTS-GLI-0000{name}-t1n.nii.gz" for name in ("1-000", "1-001", "2-000")),
+     {f"BraTS-GLI-0000{name}-t1n": (f"BraTS-GLI-0000{name[0]}", "t1n", None) for name in ("1-000", "1-001", "2-000")}),
+    ("OAS1_1_MR1/OAS1_1_MR1_T1w.nii.gz OAS1_1_MR2/OAS1_1_MR2_T1w.nii.gz OAS1_2_MR1/OAS1_2_MR1_T1w.nii.gz",
+     {f"OAS1_{one}_MR{visit}_T1w": (f"OAS1_{one}", "T1w", None) for one, visit in ((1, 1), (1, 2), (2, 1))}),
+    ("a/1_pre/T1.nii.gz a/1_post/T1.nii.gz b/1_left/T1.nii.gz brain_T1/brain_T1_3.nii.gz brain_T1/brain_T1_4.nii.gz",
+     {"a_1_pre_T1": ("a_1", "T1", None), "a_1_post_T1": ("a_1", "T1", None), "b_1_left_T1": ("b_1", "T1", None),
+      "brain_T1_3": ("brain_T1_3", "", None), "brain_T1_4": ("brain_T1_4", "", None)}),
     # Folders that are no people: of a contrast, a site, a visit, a scanner, a year
     ("T1/P1_T1.nii.gz T1/P2_T1.nii.gz T2/P1_T2.nii.gz", {"P1_T1": ("P1", "T1", None), "P2_T1": ("P2", "T1", None),
                                                        "P1_T2": ("P1", "T2", None)}),
