@@ -63,16 +63,21 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         raise InputError(f"{where}: found no .nii, .nii.gz or other volume; "
                          f"{made_grey(where / pictures[0]) if pictures else 'check the folder'}.")
     items = _with_channels(root, items, channels)
-    by_id = {}
-    for item in items:
-        before = by_id.setdefault(as_stored(item["id"]), item)
-        if before is not item:
-            raise InputError(f"{root}: two volumes have the id {item['id']} ({before['image']} and {item['image']}); "
-                             "rename or remove one, or give each its own id in a .csv list.")
+    require_own_ids(root, items)
     name_subjects(root, items, pattern)
     if not quiet:
         _tell_what_is_unused(root, items, unused, passed)
     return items if as_listed else sorted(items, key=lambda item: item["id"])  # as in a cache
+
+
+def require_own_ids(source, items):
+    """Raise InputError if two items have one id. source: start of the message, such as the data folder."""
+    by_id = {}
+    for item in items:
+        before = by_id.setdefault(as_stored(item["id"]), item)
+        if before is not item:
+            raise InputError(f"{source}: two volumes have the id {item['id']} ({before['image']} and {item['image']}); "
+                             "rename or remove one, or give each its own id in a .csv list.")
 
 
 def _tell_what_is_unused(root, items, unused, passed):
@@ -720,7 +725,7 @@ def _with_channels(root, items, channels):
         numbers = {int(match[2]) for match in matches} if all(matches) else set()
         # Other numbers, such as 0001 to 0100, are those of volumes, each with all of its channels.
         if 0 in numbers and 0 < max(numbers) < MOST_CHANNELS:
-            items = group_channels(items)
+            items = group_channels(items, base=_base_of(root))
         elif not numbers and not (root.is_file() or root.is_dir() and list_file(root)):  # lists name them
             items = group_contrasts(items, channels)
     for item in items:
@@ -737,28 +742,42 @@ def case_and_channel(path):
     return (match[1], int(match[2])) if match else (_stem(path), 0)
 
 
-def group_channels(items, found=None):
+def group_channels(items, found=None, base=None):
     """Merge the items of single images into one item per case: X_0000, X_0001 and so on are channels of case X.
 
-    items: as from `read_datalist`. found: the case and channel of each item, by default as its name tells.
+    The channels of a case may lie in several folders, unless a name occurs in two: p1/X_0000 and p2/X_0000 are two
+    cases, with all of their channels beside them, and `set_apart` names them.
+    items: as from `read_datalist`. found: the case and channel of each item, by default as its name tells. base: as in
+    `names_apart`.
     Returns: items in the same order. The lowest-numbered channel is the image, the others are "channels"; label and
     mask are the first ones found in the case.
-    Raises InputError if a channel of a case is missing.
+    Raises InputError if a channel of a case is missing, or if two files of a folder are the same one.
     """
-    cases = {}
-    for item, (case, number) in zip(items, found or [case_and_channel(item["image"]) for item in items]):
-        cases.setdefault(case, {})[number] = item
-    most = max(len(channels) for channels in cases.values())
+    found = found or [case_and_channel(item["image"]) for item in items]
+    seen, twice, cases = {}, {}, {}  # twice: {case: two files of one name}
+    for item, key in zip(items, found):
+        before = seen.setdefault(key, item)
+        if before is not item:
+            twice.setdefault(key[0], f"{before['image']} and {item['image']}")
+    for item, (case, number) in zip(items, found):
+        channels = cases.setdefault((case, item["image"].parent if case in twice else None), {})
+        before = channels.setdefault(number, item)
+        if before is not item:
+            raise InputError(f"{before['image']} and {item['image']}: both are channel {number} of the case {case}; "
+                             "rename or remove one.")
+    most = max(number for _, number in found) + 1 if twice else max(map(len, cases.values()))
     grouped = []
-    for case, channels in cases.items():
+    for (case, _), channels in cases.items():
         first, *others = (channels[number] for number in sorted(channels))
         if sorted(channels) != list(range(most)):
             names = ", ".join(channels[number]["image"].name for number in sorted(channels))
-            raise InputError(f"{first['image']}: the case {case} has {len(channels)} of {most} channels ({names}); "
-                             "add what is missing, or remove the case from the data set.")
+            apart = f" in its folder, and {twice[case]} cannot be one case" if case in twice else ""
+            raise InputError(f"{first['image']}: the case {case} has {len(channels)} of {most} channels ({names})"
+                             f"{apart}; add what is missing, or remove the case from the data set.")
         maps = {kind: next((item[kind] for item in channels.values() if item[kind]), None)
                 for kind in ("label", "mask")}
         grouped.append({**first, **maps, "id": case, "channels": [item["image"] for item in others]})
+    set_apart([item for item, (case, _) in zip(grouped, cases) if case in twice], base)
     return grouped
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from Dataloader.datalist import case_and_channel, group_channels, list_file, read_json
+from Dataloader.datalist import case_and_channel, group_channels, list_file, read_json, require_own_ids
 from Dataloader.grids import same_grid
 from Dataloader.nifti import (
     open_nifti,
@@ -49,6 +49,7 @@ def cases_of(name, items, dims):
             labels.setdefault(case_and_channel(item["image"])[0], set()).add(item["label"])
         alone = any(len(found - {None}) > 1 for found in labels.values())
         cases = [{**item, "channels": []} for item in items] if alone else group_channels(items)
+    require_own_ids(f"--nnunet {name}", cases)
     for case in cases:
         if case["label"] is None:
             raise InputError(f"{case['image']}: it has no label, and nnU-Net needs one for every case; leave it out "

@@ -99,6 +99,29 @@ def test_names_of_nnunet_are_grouped(tmp_path, with_list):
     assert len({item["subject"] for item in read_datalist(tmp_path, channels=2)}) == 2
 
 
+@pytest.mark.parametrize("names, expected", [
+    ("p1/img_0000 p1/img_0001 p2/img_0000 p2/img_0001 p3/img_0000 p3/img_0001",
+     [(f"p{one}_img", f"p{one}/img_0000.nii", [f"p{one}/img_0001.nii"]) for one in (1, 2, 3)]),
+    ("T1/x_0000 T2/x_0001 T1/y_0000 T2/y_0001",
+     [(case, f"T1/{case}_0000.nii", [f"T2/{case}_0001.nii"]) for case in "xy"]),
+    ("A/c_1_0000 A/c_1_0001 B/c_1_0000 B/c_1_0001",
+     r"two volumes have the id c_1 \(.*A/c_1_0000.nii and .*B/c_1_0000.nii\)"),
+    ("A/c_1_0000 A/c_1_0001 B/c_1_0000", r"B/c_1_0000.nii: the case c_1 has 1 of 2 channels \(c_1_0000.nii\) in its "
+     "folder, and .*A/c_1_0000.nii and .*B/c_1_0000.nii cannot be one case; add what is missing"),
+    ("T1/a/x_0000 T1/b/x_0000 T2/a/x_0001 T2/b/x_0001", r"T1/a/x_0000.nii: the case x has 1 of 2 channels"),
+    ("x_0000 x_0000.nii.gz x_0001", "x_0000.nii and .*x_0000.nii.gz: both are channel 0 of the case x; rename or")])
+def test_cases_of_one_name_in_several_folders_are_not_mixed(tmp_path, names, expected):
+    files(tmp_path, [name if name.endswith(".gz") else f"{name}.nii" for name in names.split()])
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            read_datalist(tmp_path, channels=2)
+        return
+    items = read_datalist(tmp_path, channels=2)
+    below = [[path.relative_to(tmp_path).as_posix() for path in (item["image"], *item["channels"])] for item in items]
+    assert [(item["id"], image, others) for item, (image, *others) in zip(items, below)] == expected
+    assert [item["subject"] for item in items] == [item["id"].removesuffix("_img") for item in items]
+
+
 @pytest.mark.parametrize("shape", [(6, 7, 8, 3), (6, 7, 8, 1, 3), (6, 7, 8, 3, 1)])
 def test_one_file_with_an_axis_more_holds_all_channels(tmp_path, shape):
     images = np.random.default_rng(1).random(shape).astype(np.float32)

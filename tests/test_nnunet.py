@@ -168,6 +168,15 @@ def test_folds_of_more_subjects_and_of_one():
         assert any("draw" in name for name in fold["train"]) == ("c6" not in fold["val"])
 
 
+def test_two_cases_of_one_name_are_refused_and_none_takes_the_place_of_the_other(tmp_path):
+    for name in ("raw/c_1_0000", "n4/c_1_0000", "c_1_seg"):
+        write_volume(tmp_path / f"{name}.nii.gz", np.eye(4, dtype=np.uint8)[None], np.eye(4))
+    (tmp_path / "list.csv").write_text("image,label,id\n" + "".join(
+        f"{folder}/c_1_0000.nii.gz,c_1_seg.nii.gz,{folder}\n" for folder in ("raw", "n4")))
+    with refused("--nnunet Dataset501_Brains", "two volumes have the id c_1 "):
+        cases_of(NAME, read_datalist(tmp_path / "list.csv"), 3)
+
+
 def call(capsys, *words):
     code = OM_augment.main([str(word) for word in (*words, *WORDS)])
     return code, capsys.readouterr().err
