@@ -27,23 +27,25 @@ from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import as_stored, csv_text, first_repeated, require_apart, require_file, write_file
 
 
-def volumes_of(sources, ids="", pattern=""):
+def volumes_of(sources, ids="", pattern="", known=()):
     """The volumes that a command line names, in its order and that of its lists, as Dataloader/datalist.py describes
     them.
 
     sources: files, folders, lists or patterns, see `without_segmentations`. ids: numbers and ranges as in `select`.
-    pattern: names the subjects.
+    pattern: names the subjects. known: volumes whose files have the same subjects here, since the folder that names the
+    subject may not be seen from another source.
     Raises InputError if there are none, and if two have the same name.
     """
-    items, singles = [], []
+    items, singles, subjects = [], [], {item["image"].resolve(): item["subject"] for item in known}
     for source in without_segmentations(sources):
         if is_one_volume(source):
             require_file(source)
             items.append({"id": volume_id(source), "image": Path(source), "label": label_beside(source), "mask": None,
-                          "subject": "", "modality": "", "split": ""})
+                          "subject": subjects.get(Path(source).resolve(), ""), "modality": "", "split": ""})
             singles.append(items[-1])
         else:
-            items += list_volumes(source, pattern, as_listed=True)
+            items += [{**item, "subject": subjects.get(item["image"].resolve(), item["subject"])}
+                      for item in list_volumes(source, pattern, as_listed=True)]
     if not items:
         raise InputError(f"{sources[0]}: the names of all {len(sources)} files mark them as segmentations; give the "
                          "images.")

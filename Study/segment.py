@@ -35,11 +35,12 @@ DOUBTFUL = 0.25  # doubt above which a labelled voxel is worth a look
 
 def segment(args):
     """`omnimorph segment`; returns the exit code."""
-    atlases = [item for item in common.volumes_of([args.atlases], pattern=args.subject_pattern) if item["label"]]
+    known = common.volumes_of([args.atlases], pattern=args.subject_pattern)
+    atlases = [item for item in known if item["label"]]
     if not atlases:
         raise InputError(f"{args.atlases}: none of its volumes has a label map: put label maps into labelsTr beside "
                          "imagesTr, name them like NAME_dseg.nii.gz, or list both in a .csv.")
-    images = common.volumes_of(args.images, args.ids, args.subject_pattern)
+    images = common.volumes_of(args.images, args.ids, args.subject_pattern, known)
     if args.bids:
         require_own_names([{"name": item["id"], "image": item["image"]} for item in images])
         require_own_bids(args.out)

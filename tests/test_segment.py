@@ -142,6 +142,18 @@ def test_a_copy_never_votes_and_another_scan_of_the_subject_only_on_request(tmp_
     assert [*voters(image, [item(tmp_path, "locked", "locked", b"lck")], False)["candidates"]] == ["locked"]
 
 
+@pytest.mark.parametrize("images, words", [("P1/P1_b.nii.gz", []), ("P1", []), ("", []),
+                                           ("P1/P1_b.nii.gz", ["--subject-pattern", "^([^/]+)/"])])
+def test_an_atlas_of_the_same_person_has_no_vote_however_the_image_is_given(tmp_path, capsys, images, words):
+    """P1_b alone shows no folder of P1, and the folder of P1 alone counts as a whole data set."""
+    for seed, name in enumerate(("P1/P1_a", "P1/P1_b", "P2/P2_a")):
+        write_volume(tmp_path / f"data/{name}.nii.gz", make_subject(seed, (16, 17), dims=2)["image"], AFFINE)
+    write_volume(tmp_path / "data/P1/P1_a_seg.nii.gz", np.ones((16, 17), np.uint8), AFFINE)
+    assert OM_study.main(["segment", "--atlases", str(tmp_path / "data"), "--images", str(tmp_path / "data" / images),
+                          "--ids", "1", "--out", str(tmp_path / "out"), "--device", "cpu", *words]) == 43
+    assert "P1_b: the atlas P1_a is of the same subject, P1, and does not vote" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The scores
 # ---------------------------------------------------------------------------------------------------------------------
