@@ -6,6 +6,7 @@ ITK's world has x and y reversed (LPS) and its arrays have the axes in reverse o
 Dataloader/nifti.py does: axes i, j, k, affine 4x4 voxel to world in millimetres, RAS.
 """
 import contextlib
+import errno
 import functools
 import hashlib
 import mmap
@@ -109,6 +110,8 @@ def size_and_time(path):
     Raises FileNotFoundError if there is none.
     """
     found = [os.stat(file) for file in parts_of(path)]
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "no file of a volume in it", str(path))
     return [sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)]
 
 

@@ -177,8 +177,8 @@ def restore(run, content, path, continues):
         # The order of the volumes in an epoch also comes from the seed.
         reordered = reordered or content["config"].get("run.seed") != run.cfg["run.seed"]
         if reordered and run.progress.step_in_epoch:  # leave the epoch
-            # Not past the last epoch, which would end the run without its validation.
-            epoch = min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1)
+            # Not past the last epoch, which would end the run without its validation; nor back, if there are fewer now.
+            epoch = max(min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1), run.progress.epoch)
             begin_epoch(run.progress, epoch, run.terms)
             changes.append(f"the order of the volumes: training continues from the start of epoch {epoch}")
     if run.ranks.rank == 0:

@@ -29,6 +29,7 @@ from Dataloader import grids
 from Dataloader.grids import (
     SMOOTH_ABOVE,
     SMOOTH_SIGMA,
+    air_for_filler,
     grid_transform,
     is_singular,
     of_slab,
@@ -470,13 +471,12 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False, most=None
     if not as_trained:
         fixed, moving = without_padding(fixed), without_padding(moving)
     (fixed01, *fixed_rest), (moving01, *moving_rest) = (
-        [scaled(array, cfg, None if volume.mask is None or as_trained else array[volume.mask > 0])[0]
+        [scaled(array, cfg, None if volume.mask is None or as_trained else air_for_filler(array)[volume.mask > 0])[0]
          for array in volume.images] for volume in (fixed, moving))
     work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained,
                                            fixed_rest[:cfg["data.channels"] - 1], most)
     if isinstance(start, str) and start == "auto":
-        start = "header" if affine else better_start(fixed.array.shape, fixed.affine, moving01, moving.affine,
-                                                     work_fixed, work_affine, similarity)
+        start = "header" if affine else better_start(fixed, moving, moving01, work_fixed, work_affine, similarity)
     matrix, alignment = start_matrix(start, fixed.array.shape, fixed.affine, moving.array.shape, moving.affine), {}
     if affine:
         started_affine = np.linalg.inv(matrix) @ moving.affine
@@ -614,23 +614,28 @@ def start_matrix(start, shape, affine, moving_shape, moving_affine):
     return matrix
 
 
-def better_start(shape, affine, moving, moving_affine, work_fixed, work_affine, similarity):
+def better_start(fixed, moving, moving01, work_fixed, work_affine, similarity):
     """ "header"; or "centre" if that makes the volumes clearly more alike, or if they barely overlap by their headers.
 
-    They are compared only where both fields of view overlap, because two crops of one volume have different centres
-    but correct headers. moving, work_fixed: in 0..1, the latter on the working grid.
+    They are compared only where both fields of view, or their masks, overlap, because two crops of one volume have
+    different centres but correct headers. fixed, moving: Volumes. moving01, work_fixed: their intensities in 0..1, the
+    latter on the working grid.
     """
+    (shape, affine), (moving_shape, moving_affine) = ((each.array.shape, each.affine) for each in (fixed, moving))
+    counted = np.ones_like(moving01) if moving.mask is None else moving.mask
+    weight = 1.0 if fixed.mask is None else _on_working_grid(fixed.mask, affine, work_affine, work_fixed.shape)
     compare = local_correlation if similarity in ("correlation", "auto") else mapped_correlation
     scores = {}
     for start in STARTS[1:]:
-        matrix = start_matrix(start, shape, affine, moving.shape, moving_affine)
-        if overlap_percent(shape, affine, moving.shape, moving_affine, matrix) < FAR_APART:
+        matrix = start_matrix(start, shape, affine, moving_shape, moving_affine)
+        if overlap_percent(shape, affine, moving_shape, moving_affine, matrix) < FAR_APART:
             scores[start] = 0.0
             continue
-        fixed, work_moving, inside = (torch.from_numpy(array)[None, None] for array in (work_fixed, *(
-            _on_working_grid(array, moving_affine, matrix @ work_affine, work_fixed.shape)
-            for array in (moving, np.ones_like(moving)))))
-        scores[start] = float(compare(work_moving / inside.clamp(min=1e-3), fixed, WINDOW, weight=inside))
+        work_moving, inside = (_on_working_grid(array, moving_affine, matrix @ work_affine, work_fixed.shape)
+                               for array in (moving01 * counted, counted))
+        warped, target, inside = (torch.from_numpy(each)[None, None] for each in (
+            work_moving / np.maximum(inside, 1e-3), work_fixed, inside * weight))
+        scores[start] = float(compare(warped, target, WINDOW, weight=inside))
     return "centre" if scores["centre"] > scores["header"] + BETTER else "header"
 
 

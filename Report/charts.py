@@ -60,11 +60,12 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
     legend. marks: list of (x, kind, text) for vertical lines, kind "dead" or "planned". log: logarithmic y axis, which
     leaves out values that are not positive. note: plain text below. limits: list of (name, y) for horizontal lines.
     """
-    thinned = []
+    thinned, ends = [], []  # the last value of each, which a pixel averages
     for name, x, y in curves:
         y = np.asarray(y, float)
-        thinned.append((name, *thin(x, np.where(y > 0, y, np.nan) if log else y)))
-    thinned = [curve for curve in thinned if len(curve[1])]
+        y = np.where(y > 0, y, np.nan) if log else y
+        thinned += [curve for curve in [(name, *thin(x, y))] if len(curve[1])]
+        ends += y[np.isfinite(y)][-1:].tolist()
     if not thinned:
         return figure(title, NO_VALUES, "", "", note)
     box = frame(thinned, [y for _, y in limits], log)
@@ -75,7 +76,7 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
               f"<title>{escape(name)}</title></path>"
               for name, y in limits if box["low"] <= scaled(y, log) <= box["high"]]
     parts += [curve_path(box, index % COLOURS, *curve[1:]) for index, curve in enumerate(thinned)]
-    last = number(thinned[0][2][-1]) if len(thinned) == 1 else ""
+    last = number(ends[0]) if len(thinned) == 1 else ""
     return figure(title, last, "".join(parts), legend([name for name, *_ in thinned]) if len(curves) > 1 else "", note)
 
 

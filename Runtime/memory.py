@@ -16,6 +16,7 @@ from Runtime.errors import keep_freed_memory
 
 XPU_SHARE = 0.7
 SHORT = 0.5  # once less than this fraction of the used host memory is free, malloc stops keeping freed memory
+TOLD_AGAIN = 1000  # steps after which a leak that goes on is logged again, for the report
 WINDOW = 20  # samples needed to judge
 EARLY = 6  # samples that are enough if memory runs out before there are WINDOW of them and as many more to save in
 # A leak is a straight line through the samples that rises
@@ -53,13 +54,13 @@ def new_watch(device, limit_gb):
     device: torch.device. limit_gb: GiB that host_used may reach, 0 = no limit.
     """
     return {"device": device, "limit": int(limit_gb * 2 ** 30), "samples": collections.deque(maxlen=3 * WINDOW),
-            "steps": collections.deque(maxlen=3 * WINDOW), "count": 0, "leak": None}
+            "steps": collections.deque(maxlen=3 * WINDOW), "count": 0, "leak": None, "told": 0}
 
 
 def watch(state, step):
-    """Measure memory after a step, and log a leak when it begins. state: of `new_watch`; step: of the run.
+    """Measure memory after a step, and log a leak when it begins and every TOLD_AGAIN steps of it.
 
-    Returns: whether memory runs out soon.
+    state: of `new_watch`; step: of the run. Returns: whether memory runs out soon.
     """
     state["count"] += 1
     sample = measure(state["device"], state["limit"])
@@ -74,9 +75,11 @@ def watch(state, step):
         state["samples"].append(sample)
         state["steps"].append(step)
         leak = find_leak(state["samples"], state["steps"])
-        if leak and not state["leak"]:
+        if leak and (not state["leak"] or step >= state["told"] + TOLD_AGAIN):
             watchdog.event("leak", **leak)
-            print(f"{leak['sentence']}.", file=sys.stderr, flush=True)
+            state["told"] = step
+            if not state["leak"]:
+                print(f"{leak['sentence']}.", file=sys.stderr, flush=True)
         state["leak"] = leak
     return runs_out_soon(state["leak"])
 

@@ -51,6 +51,9 @@ def profile_step(profile, step):
     """
     if profile is None or profile["done"]:
         return False
+    if step == math.inf and profile["running"] is not None:
+        profile["last"] = min(profile["last"], profile["seen"])
+    profile["seen"] = step
     if profile["running"] is None and profile["first"] <= step <= profile["last"]:
         profile["running"] = "elsewhere"
         if profile["rank"] == 0:

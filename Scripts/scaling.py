@@ -75,7 +75,7 @@ def measurements(run):
         if cfg is None:
             raise InputError(f"{run}: launches/ lacks the config of its first steps; copy the whole folder of the "
                              "run.")
-        samples = split_step(cfg, ranks, known_step(run, cfg)).samples
+        samples = steps[0].get("samples") or split_step(cfg, ranks, known_step(run, cfg)).samples
         groups[ranks, nodes, samples].append({"steps": steps, "epochs": logs[number, "epoch"], "config": cfg})
     if not groups:
         raise InputError(f"{run}: its logs have no step yet; let it train for more than {WARM_UP} steps.")

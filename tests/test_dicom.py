@@ -192,6 +192,12 @@ def test_a_list_may_name_folders_of_slices(tmp_path, volume):
     assert (item["id"], item["image"], item["subject"]) == ("one", folder, "anna")
 
 
+def test_a_folder_without_a_file_has_no_size_or_time(tmp_path):
+    (tmp_path / "study/series").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError):
+        size_and_time(tmp_path / "study")
+
+
 def test_another_slice_makes_another_volume(tmp_path, volume):
     folder = write_series(tmp_path / "scan", volume)
     for path in folder.iterdir():

@@ -495,3 +495,17 @@ def test_the_program_takes_channels_and_warps_them(tmp_path):
     assert om_register(options) == 43 and om_register([*options, "--moving-channels", path["small"]]) == 43
     again, = json.loads((tmp_path / "out/results.json").read_text())["failed"]
     assert "on another grid" in again["reason"]
+
+
+@pytest.mark.parametrize("beyond", ["alike by index", "noise"])
+def test_what_masks_exclude_does_not_choose_the_start(beyond):
+    rng = np.random.default_rng(0)
+    one, other, third = (ndimage.gaussian_filter(rng.random((24, 24, 24)), 1.2) for _ in range(3))
+    fixed, moving, mask = one.copy(), np.concatenate([one[4:], third[:4]]), np.zeros(one.shape)
+    mask[:, :, :9] = 1
+    for each in (fixed, moving):
+        each[:, :, 9:] = other[:, :, 9:] if beyond == "alike by index" else rng.random(other[:, :, 9:].shape) / 2
+    moving_affine = np.eye(4) + 4 * np.eye(4, k=3) * np.eye(4)[0][:, None]
+    found = register((fixed, np.eye(4)), (moving, moving_affine), affine=False, refine=False, device="cpu",
+                     fixed_mask=mask, moving_mask=mask)
+    assert found.start == "header"

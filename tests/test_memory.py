@@ -145,6 +145,19 @@ def test_a_driver_that_does_not_report_free_memory_shows_a_graph_but_no_leak_of_
     assert find_leak(flat, range(len(flat))) is None
 
 
+def test_a_leak_that_goes_on_is_logged_again_and_printed_once(monkeypatch, capsys):
+    logged, free = [], 400 * GIB
+    samples = ({"host_used": 4 * GIB + 3 * step * 2 ** 20, "host_free": free - 3 * step * 2 ** 20,
+                **dict.fromkeys(("device_free", "device_unreserved", "device_reserved", "device_allocated"))}
+               for step in range(2 * memory.TOLD_AGAIN + 100))
+    monkeypatch.setattr(memory, "measure", lambda *_: next(samples))
+    monkeypatch.setattr(memory.watchdog, "event", lambda kind, **_: logged.append(kind))
+    state = memory.new_watch(CPU, 0)
+    for step in range(2 * memory.TOLD_AGAIN + 100):
+        memory.watch(state, step)
+    assert logged.count("leak") == 3 and capsys.readouterr().err.count("grows by") == 1
+
+
 def test_what_the_allocator_only_keeps_is_no_leak():
     """It gives cached blocks back before memory runs out; tensors that stay are a leak."""
     kept = series(device_reserved=20 * GIB + STEP * GIB, device_free=40 * GIB - STEP * GIB)

@@ -346,6 +346,13 @@ def test_a_profile_that_a_run_ends_before_is_told(tmp_path, capsys):
     assert "ended before step 1000, so nothing was profiled" in capsys.readouterr().err
 
 
+def test_a_profile_that_a_run_cuts_short_names_the_steps_it_has(tmp_path):
+    profile = new_profile("2:100", 0, 0, tmp_path, torch.device("cpu"))
+    assert [profile_step(profile, step) for step in (0, 1, 2, 3, 4, math.inf)] == 5 * [False] + [True]
+    table = json.loads((tmp_path / "profile/step00000002.json").read_text())
+    assert (table["first"], table["last"]) == (2, 4)
+
+
 @pytest.mark.parametrize("text", ["5", "1:0", "1:101", "a:b", "-1:2"])
 def test_a_bad_profile_is_refused(text):
     with pytest.raises(InputError, match="write START:STEPS, such as 100:5"):
