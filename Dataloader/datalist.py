@@ -63,21 +63,16 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         raise InputError(f"{where}: found no .nii, .nii.gz or other volume; "
                          f"{made_grey(where / pictures[0]) if pictures else 'check the folder'}.")
     items = _with_channels(root, items, channels)
-    require_own_ids(root, items)
-    name_subjects(root, items, pattern)
-    if not quiet:
-        _tell_what_is_unused(root, items, unused, passed)
-    return items if as_listed else sorted(items, key=lambda item: item["id"])  # as in a cache
-
-
-def require_own_ids(source, items):
-    """Raise InputError if two items have one id. source: start of the message, such as the data folder."""
     by_id = {}
     for item in items:
         before = by_id.setdefault(as_stored(item["id"]), item)
         if before is not item:
-            raise InputError(f"{source}: two volumes have the id {item['id']} ({before['image']} and {item['image']}); "
+            raise InputError(f"{root}: two volumes have the id {item['id']} ({before['image']} and {item['image']}); "
                              "rename or remove one, or give each its own id in a .csv list.")
+    name_subjects(root, items, pattern)
+    if not quiet:
+        _tell_what_is_unused(root, items, unused, passed)
+    return items if as_listed else sorted(items, key=lambda item: item["id"])  # as in a cache
 
 
 def _tell_what_is_unused(root, items, unused, passed):
@@ -862,20 +857,23 @@ def _by_folder(items, base):
     """The subject of each item by its folder, or else by its id: a list of names.
 
     Contrast, TIME and PROCESSED at the end of a name tell no subject: case_7 of case_7_t1, case_7_flair, case_7_frame01
-    and case_7_t1_brain. A folder counts if the rest of its name has a number and is no GROUP, if its name stands as a
-    whole in the id, and if it holds at most MOST_SCANS volumes and not the whole data set; of several, the outermost.
+    and case_7_t1_brain; the rest of a folder's name has to have a number and be no GROUP. A folder counts if its name
+    has a number, is no contrast and no GROUP, and stands as a whole in the id, and if it holds at most MOST_SCANS
+    volumes and not the whole data set; of several, the outermost.
     """
     around = {}  # {folder of images: of itself and those around it, the ones that may be somebody's}
     for folder in {item["image"].parent for item in items}:
         inner = _below(base, folder)
-        around[folder] = [each for each in (*reversed(inner.parents), inner)
-                          if re.search("[0-9]", rest := _without_scan(each.name)) and not GROUP.fullmatch(rest)]
+        around[folder] = [each for each in (*reversed(inner.parents), inner) if re.search("[0-9]", each.name)
+                          and _without_scan(each.name) and not GROUP.fullmatch(each.name)]
     chains = [[folder for folder in around[item["image"].parent]
                if re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", item["id"])] for item in items]
     inside = collections.Counter(itertools.chain(*chains))
     folders = [next((folder for folder in chain if inside[folder] < min(len(items), MOST_SCANS + 1)), None)
                for chain in chains]
-    folders = [folder and folder.with_name(_without_scan(folder.name)) for folder in folders]  # one for several scans
+    rests = {folder: _without_scan(folder.name) for folder in set(folders) - {None}}  # one for a folder of each scan
+    folders = [folder.with_name(rests[folder]) if folder and re.search("[0-9]", rests[folder])
+               and not GROUP.fullmatch(rests[folder]) else folder for folder in folders]
     alike = collections.Counter(folder.name for folder in set(folders) if folder)
     return [_without_scan(item["id"]) or item["id"] if not folder else
             folder.name if alike[folder.name] == 1 else "_".join(folder.parts)

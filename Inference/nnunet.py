@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from Dataloader.datalist import case_and_channel, group_channels, list_file, read_json, require_own_ids
+from Dataloader.datalist import case_and_channel, group_channels, list_file, read_json
 from Dataloader.grids import same_grid
 from Dataloader.nifti import (
     open_nifti,
@@ -27,7 +27,7 @@ from Dataloader.nifti import (
 from Inference.draws import draw_name, draw_paths
 from Inference.outputs import grid_header, write_moved
 from Runtime.errors import InputError
-from Runtime.files import write_file
+from Runtime.files import as_stored, first_repeated, write_file
 
 NAME = re.compile(r"Dataset\d{3}_[\w-]+")
 FOLDS = 5
@@ -49,7 +49,9 @@ def cases_of(name, items, dims):
             labels.setdefault(case_and_channel(item["image"])[0], set()).add(item["label"])
         alone = any(len(found - {None}) > 1 for found in labels.values())
         cases = [{**item, "channels": []} for item in items] if alone else group_channels(items)
-    require_own_ids(f"--nnunet {name}", cases)
+    if twice := first_repeated(as_stored(case["id"]) for case in cases):
+        raise InputError(f"--nnunet {name}: two cases would be called {twice}; rename a file, or leave one out with "
+                         "--ids.")
     for case in cases:
         if case["label"] is None:
             raise InputError(f"{case['image']}: it has no label, and nnU-Net needs one for every case; leave it out "

@@ -58,6 +58,7 @@ from Inference.blank import BEYOND, SHOWN, blank_corners, is_cut_off, outlined, 
 from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS, STEPS_CONTINUED
 from Inference.labels import apply_field
 from Inference.load_model import changed_config, loaded
+from Inference.refine import correlation_under, pair_at_level
 from Inference.refine import refine as optimise
 from Inference.scores import pair_scores
 from Runtime import memory
@@ -667,11 +668,7 @@ def solve(net, placed, fixed, moving, refine, cfg, began, device, progress, know
     seconds = {"affine": time.perf_counter() - began, "network": 0.0, "refine": 0.0}
     pair, field, structures, smoothing = _on_device(placed.pair, device), None, None, None
     if known is not None:
-        # Without its affine part: the one that was found for this pair takes its place.
-        field = total_field(torch.from_numpy(known.field)[None], np.linalg.inv(known.affine) @ placed.work_affine,
-                            placed.pair["fixed"].shape[1:],
-                            np.linalg.inv(known.matrix @ placed.work_affine) @ known.affine)
-        field = torch.from_numpy(field)[None].to(device)
+        field = field_of_known(known, placed, pair, cfg)
     if net is not None:
         started, seen = time.perf_counter(), cfg["data.channels"]
         with torch.no_grad():
@@ -698,6 +695,25 @@ def solve(net, placed, fixed, moving, refine, cfg, began, device, progress, know
     if not bool(torch.isfinite(field).all()):
         raise InputError("The field has NaN or infinite numbers; use another checkpoint, or try --set run.amp=off.")
     return Solution(placed, field.cpu(), structures, smoothing, seconds)
+
+
+def field_of_known(known, placed, pair, cfg):
+    """The field with which an earlier registration begins this one: (1, N, *work) in voxels of the working grid.
+
+    With it either the whole map is the earlier one's, or its deformation follows the affine part that was found now,
+    whichever makes the pair more alike. Another pair, such as a later frame, has moved as a whole; an affine part that
+    the earlier registration left out is in its field already.
+    known: Known. placed: from `align`. pair: its pair, on the device.
+    """
+    size, before = placed.pair["fixed"].shape[1:], np.linalg.inv(known.affine) @ placed.work_affine
+    starts = [placed.matrix] if np.array_equal(placed.matrix, known.matrix) else [placed.matrix, known.matrix]
+    fields = [total_field(torch.from_numpy(known.field)[None], before, size,
+                          np.linalg.inv(matrix @ placed.work_affine) @ known.affine) for matrix in starts]
+    fields = [torch.from_numpy(field)[None].to(pair["fixed"].device) for field in fields]
+    if len(fields) == 1:
+        return fields[0]
+    whole = pair_at_level({**pair, "structures": None}, 1, cfg)
+    return max(fields, key=lambda field: correlation_under(whole, field, cfg))
 
 
 def at_full_resolution(solution, fixed, moving, refine, cfg, device, progress):

@@ -41,18 +41,20 @@ def volumes_of(sources, ids="", pattern="", known=()):
         if is_one_volume(source):
             require_file(source)
             items.append({"id": volume_id(source), "image": Path(source), "label": label_beside(source), "mask": None,
-                          "subject": subjects.get(Path(source).resolve(), ""), "modality": "", "split": ""})
+                          "subject": "", "modality": "", "split": ""})
             singles.append(items[-1])
         else:
-            items += [{**item, "subject": subjects.get(item["image"].resolve(), item["subject"])}
-                      for item in list_volumes(source, pattern, as_listed=True)]
+            items += list_volumes(source, pattern, as_listed=True)
     if not items:
         raise InputError(f"{sources[0]}: the names of all {len(sources)} files mark them as segmentations; give the "
                          "images.")
     set_apart(singles)
     for item in singles:
+        if pattern:  # which may match a folder that is not seen from here
+            item["subject"] = subjects.get(item["image"].resolve(), "")
         name_subjects(item["image"].parent, [item], pattern)
-    items = select(", ".join(map(str, sources)), items, ids)
+    items = [{**item, "subject": subjects.get(item["image"].resolve(), item["subject"])}
+             for item in select(", ".join(map(str, sources)), items, ids)]
     if twice := first_repeated(as_stored(item["id"]) for item in items):
         raise InputError(f"{twice}: two volumes have this name; give them in a .csv list with a column id.")
     return items

@@ -49,11 +49,7 @@ def begin(run, loop, world_size):
 
     loop: the lock's token, the same for all rounds of one launcher. world_size: ranks. Returns: the attempt's number.
     """
-    lines = history(run)
-    begins = [line for line in lines if line["event"] == "begin"]
-    ended = {line["attempt"] for line in lines if line["event"] == "end"}
-    if begins and begins[-1]["attempt"] not in ended:  # launcher and ranks died together
-        end(run, begins[-1]["attempt"], None)
+    begins = judge_unended(run)
     # Also above those in the ranks' logs: attempts.jsonl may be lost, and what they say would be taken for this one's.
     logs = [path for path in listed(run) if path.match("rank*.jsonl")]
     logged = [line.get("attempt") for path in logs for line in read_lines(path, LAST_LINES)]
@@ -63,6 +59,16 @@ def begin(run, loop, world_size):
         "event": "begin", "attempt": attempt, "loop": loop, "time": time.time(), "ranks": world_size,
         "host": socket.gethostname(), "starter": starter(), "job": slurm_job(), "durable": durable_step(run)})
     return attempt
+
+
+def judge_unended(run):
+    """Judge the newest attempt if it has no end: launcher and ranks died together. Returns: the lines of all begins."""
+    lines = history(run)
+    begins = [line for line in lines if line["event"] == "begin"]
+    ended = {line["attempt"] for line in lines if line["event"] == "end"}
+    if begins and begins[-1]["attempt"] not in ended:
+        end(run, begins[-1]["attempt"], None)
+    return begins
 
 
 def starter():
@@ -294,10 +300,10 @@ def launcher_begin(argv):
     run, token, requeued = take_folder(cfg, args.fresh, args.launcher_pid)
     try:
         step, nodes, tasks = patiently(lambda: share_out(run, cfg, args.nodes, args.tasks, args.of), patience, run)
-        # First: it judges an attempt whose `end` was killed, and may decide to step back.
-        attempt = patiently(lambda: begin(run, token, nodes * tasks), patience, run)
+        patiently(lambda: judge_unended(run), patience, run)  # which may decide to step back
         ends = ends_of(patiently(lambda: history(run), patience, run), token)
         step_back = pending_step_back(run, ends)
+        attempt = patiently(lambda: begin(run, token, nodes * tasks), patience, run)
     except BaseException:
         if "OMNIMORPH_TOKEN" not in os.environ:  # nobody learns the token, so nobody else could unlock the folder
             with contextlib.suppress(OSError):

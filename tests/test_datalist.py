@@ -726,7 +726,9 @@ def test_results_of_an_earlier_run_are_no_images_unless_a_pattern_asks_for_them(
      {f"OAS1_{one}_MR{visit}_T1w": (f"OAS1_{one}", "T1w", None) for one, visit in ((1, 1), (1, 2), (2, 1))}),
     ("a/1_pre/T1.nii.gz a/1_post/T1.nii.gz b/1_left/T1.nii.gz brain_T1/brain_T1_3.nii.gz brain_T1/brain_T1_4.nii.gz",
      {"a_1_pre_T1": ("a_1", "T1", None), "a_1_post_T1": ("a_1", "T1", None), "b_1_left_T1": ("b_1", "T1", None),
-      "brain_T1_3": ("brain_T1_3", "", None), "brain_T1_4": ("brain_T1_4", "", None)}),
+      "brain_T1_3": ("brain_T1", "", None), "brain_T1_4": ("brain_T1", "", None)}),
+    ("site1_20200101/T1.nii.gz site1_20200202/T1.nii.gz site2_20200101/T1.nii.gz",
+     {f"{name}_T1": (name, "T1", None) for name in ("site1_20200101", "site1_20200202", "site2_20200101")}),
     # Folders that are no people: of a contrast, a site, a visit, a scanner, a year
     ("T1/P1_T1.nii.gz T1/P2_T1.nii.gz T2/P1_T2.nii.gz", {"P1_T1": ("P1", "T1", None), "P2_T1": ("P2", "T1", None),
                                                        "P1_T2": ("P1", "T2", None)}),

@@ -173,7 +173,7 @@ def test_two_cases_of_one_name_are_refused_and_none_takes_the_place_of_the_other
         write_volume(tmp_path / f"{name}.nii.gz", np.eye(4, dtype=np.uint8)[None], np.eye(4))
     (tmp_path / "list.csv").write_text("image,label,id\n" + "".join(
         f"{folder}/c_1_0000.nii.gz,c_1_seg.nii.gz,{folder}\n" for folder in ("raw", "n4")))
-    with refused("--nnunet Dataset501_Brains", "two volumes have the id c_1 "):
+    with refused("--nnunet Dataset501_Brains", "two cases would be called c_1; rename a file"):
         cases_of(NAME, read_datalist(tmp_path / "list.csv"), 3)
 
 

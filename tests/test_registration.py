@@ -481,6 +481,15 @@ def test_an_earlier_field_of_another_pair_follows_the_affine_part_that_is_found_
     assert np.abs(found.field - [[[6]], [[0]]])[:, 20:44, 20:52].mean() < 0.1 and found.similarity > 0.95
 
 
+@pytest.mark.parametrize("affine", ["rigid", False])
+def test_an_affine_part_that_is_in_the_earlier_field_is_not_counted_twice(affine):
+    image = np.pad(make_subject(0, (40, 48), dims=2)["image"], 12)
+    larger = ndimage.affine_transform(image, np.eye(2) * 0.85, 0.075 * np.array(image.shape), order=1)
+    first = register((image, np.eye(4)), (larger, np.eye(4)), affine=affine, refine=40)
+    same = register((image, np.eye(4)), (larger, np.eye(4)), affine=True, start=first.known)
+    assert same.similarity > first.similarity - 0.02
+
+
 @pytest.mark.filterwarnings("ignore:.* an array alone has no spacing")
 def test_an_earlier_registration_and_a_model_both_tell_where_to_start():
     pair = [make_subject(seed, (24, 28), dims=2)["image"] for seed in (0, 1)]
