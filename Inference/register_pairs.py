@@ -31,7 +31,7 @@ from Diffusion.metrics import folding_percent
 from Inference.bids import drop_copies, is_ours, require_own_bids, require_own_names, write_bids
 from Inference.choices import is_list
 from Inference.labels import apply_field, carry, label_on
-from Inference.load_model import DEFAULTS, find_checkpoint, load_model
+from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import disp_name, disp_names, make_folder, write_row, write_warped
 from Inference.pair_figures import means, write_report
 from Inference.pair_lists import (
@@ -131,8 +131,6 @@ def register_all(args):
     if not args.dims:  # those of the first fixed volume that can be opened
         opened = (attempt(pair["fixed"], dims_of, pair["fixed"]) for pair in pairs)
         args.dims = next((dims for dims in opened if not isinstance(dims, str)), 3)
-    # Once: a run that is still training may have a better checkpoint when a worker begins.
-    args.weights = None if args.model == "none" else str(find_checkpoint(args.model))
     begin_worker(args)
     cfg = WORKER["cfg"]
     settings = settings_of(args, WORKER["model"], cfg)
@@ -193,8 +191,8 @@ def register_all(args):
 def begin_worker(args):
     """Fill WORKER, in this process and in each one of --workers."""
     prepare_device(args.device, 0)
-    if args.weights:
-        model = load_model(args.weights, args.device, args.set)
+    if args.model != "none":
+        model = load_model(args.model, args.device, args.set)
         cfg = model[1]
     else:
         model, cfg = None, load_config(args.config or DEFAULTS, [*args.set, f"model.dims={args.dims}"])
