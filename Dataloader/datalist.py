@@ -642,7 +642,7 @@ def _listed_item(where, folder, entry, listed):
             raise InputError(f"{path}: the {role} listed in {where} is missing; restore it or drop {whose} entry.")
     if entry.get("split", "train").lower() not in SPLITS:
         raise InputError(f"{where}: the split {entry['split']} of {paths['image'].name} is not train, val or test; "
-                         "correct it, such as to train.")
+                         "write one of these.")
     item = _item(**paths, words=entry)
     return {**item, "channels": list(further.values())} if further else item
 
@@ -871,9 +871,9 @@ def _by_folder(items, base):
     inside = collections.Counter(itertools.chain(*chains))
     folders = [next((folder for folder in chain if inside[folder] < min(len(items), MOST_SCANS + 1)), None)
                for chain in chains]
-    rests = {folder: _without_scan(folder.name) for folder in set(folders) - {None}}  # one for a folder of each scan
-    folders = [folder.with_name(rests[folder]) if folder and re.search("[0-9]", rests[folder])
-               and not GROUP.fullmatch(rests[folder]) else folder for folder in folders]
+    persons = {folder: folder.with_name(rest) for folder in set(folders) - {None}  # of a folder for each scan
+               if re.search("[0-9]", rest := _without_scan(folder.name)) and not GROUP.fullmatch(rest)}
+    folders = [persons.get(folder, folder) for folder in folders]
     alike = collections.Counter(folder.name for folder in set(folders) if folder)
     return [_without_scan(item["id"]) or item["id"] if not folder else
             folder.name if alike[folder.name] == 1 else "_".join(folder.parts)

@@ -190,9 +190,9 @@ def fit_text(here, cfg):
         f"{here['free_bytes'] / 2 ** 30:.1f} GiB are free")
     if here["fits"]:
         return f"it fits ({free})"
-    ways = ["lower data.batchsize" if cfg["data.batchsize"] > 1 else "set a smaller data.img_size",
-            *["set model.use_checkpoint to true"] * (not cfg["model.use_checkpoint"])]
-    return f"it does NOT fit ({free}): {', or '.join(ways)}"
+    lower = "lower data.batchsize" if cfg["data.batchsize"] > 1 else "set a smaller data.img_size"
+    other = "" if cfg["model.use_checkpoint"] else ", or set model.use_checkpoint to true"
+    return f"it does NOT fit ({free}): {lower}{other}"
 
 
 def dry_run(cfg, world_size, modes):

@@ -60,12 +60,14 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
     legend. marks: list of (x, kind, text) for vertical lines, kind "dead" or "planned". log: logarithmic y axis, which
     leaves out values that are not positive. note: plain text below. limits: list of (name, y) for horizontal lines.
     """
-    thinned, ends = [], []  # the last value of each, which a pixel averages
+    thinned, last = [], ""
     for name, x, y in curves:
         y = np.asarray(y, float)
         y = np.where(y > 0, y, np.nan) if log else y
-        thinned += [curve for curve in [(name, *thin(x, y))] if len(curve[1])]
-        ends += y[np.isfinite(y)][-1:].tolist()
+        curve = thin(x, y)
+        if len(curve[0]):
+            thinned.append((name, *curve))
+            last = number(y[np.isfinite(y)][-1])  # itself, since a pixel averages
     if not thinned:
         return figure(title, NO_VALUES, "", "", note)
     box = frame(thinned, [y for _, y in limits], log)
@@ -76,8 +78,8 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
               f"<title>{escape(name)}</title></path>"
               for name, y in limits if box["low"] <= scaled(y, log) <= box["high"]]
     parts += [curve_path(box, index % COLOURS, *curve[1:]) for index, curve in enumerate(thinned)]
-    last = number(ends[0]) if len(thinned) == 1 else ""
-    return figure(title, last, "".join(parts), legend([name for name, *_ in thinned]) if len(curves) > 1 else "", note)
+    names = legend([name for name, *_ in thinned]) if len(curves) > 1 else ""
+    return figure(title, last if len(thinned) == 1 else "", "".join(parts), names, note)
 
 
 def frame(curves, limits, log):

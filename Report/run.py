@@ -363,17 +363,12 @@ def report(args):
     word, sentence = state_of(found)
     if not args.text or args.follow:
         refresh = args.follow and word not in ("done", "stopped")
-        path = write_report(found, page_path(args), FOLLOW_S if refresh else None)
+        path = write_report(found, args.out, FOLLOW_S if refresh else None)
     if args.text:
         print("\033[2J\033[H" * (args.follow and sys.stdout.isatty()) + as_text(found), flush=True)
     else:
         print(f"{sentence}\nreport: {path.resolve()} ({size_text(path.stat().st_size)})", flush=True)
     return word
-
-
-def page_path(args):
-    """Where the page goes."""
-    return args.out or args.run / "report.html"
 
 
 def look(args):
@@ -396,12 +391,14 @@ def parse_arguments(argv=None):
     parser.add_argument("--text", action="store_true", help="print the report on the terminal instead")
     parser.add_argument("--follow", action="store_true", help="repeat every ten seconds until the run has ended")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in the run's folder)")
-    return parse_options(parser, argv)
+    args = parse_options(parser, argv)
+    args.out = args.out or args.run / "report.html"
+    return args
 
 
 def main(argv=None):
     args = parse_arguments(argv)
-    return run_program(look, args, page_path(args))
+    return run_program(look, args, args.out)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,9 @@ def volumes_of(sources, ids="", pattern="", known=()):
         if pattern:  # which may match a folder that is not seen from here
             item["subject"] = subjects.get(item["image"].resolve(), "")
         name_subjects(item["image"].parent, [item], pattern)
-    items = [{**item, "subject": subjects.get(item["image"].resolve(), item["subject"])}
-             for item in select(", ".join(map(str, sources)), items, ids)]
+    items = select(", ".join(map(str, sources)), items, ids)
+    if subjects:
+        items = [{**item, "subject": subjects.get(item["image"].resolve(), item["subject"])} for item in items]
     if twice := first_repeated(as_stored(item["id"]) for item in items):
         raise InputError(f"{twice}: two volumes have this name; give them in a .csv list with a column id.")
     return items
