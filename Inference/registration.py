@@ -561,11 +561,13 @@ def working_grid(image, affine, cfg, as_trained, further=(), most=None):
 def isotropic_grid(shape, affine, most=None):
     """Size and spacing in mm of a grid over the field of view of a canonical volume, for `to_grid`.
 
-    Its voxels are as large as the volume's on average, or larger if there would be more than `most` (MOST_VOXELS).
+    Its voxels are as large as the volume's on average, or larger if there would be more than `most` (MOST_VOXELS). All
+    lie between the centres of the volume's outermost ones, since further out values blend with what is outside.
     """
     most, dims = most or grids.MOST_VOXELS, len(shape)
-    spacing_mm, extent_mm = mean_spacing_mm(affine, dims), shape * np.linalg.norm(affine[:3, :dims], axis=0)
-    while (count := math.prod(size := _covering_size(extent_mm, spacing_mm).tolist())) > most:
+    sides_mm = np.linalg.norm(affine[:3, :dims], axis=0)
+    spacing_mm, extent_mm = mean_spacing_mm(affine, dims), (np.array(shape) - 1) * sides_mm
+    while (count := math.prod(size := (1 + np.floor(extent_mm / spacing_mm + 1e-3).astype(int)).tolist())) > most:
         spacing_mm *= max((count / most) ** (1 / dims), 1.001)
     return size, spacing_mm
 
