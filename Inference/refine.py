@@ -13,10 +13,12 @@ is defined on a control grid, which in large images has a point at every second 
 
 Cross-validation on the pair itself, without labels, chooses how much to smooth the field. With too little smoothing the
 field follows the noise of the images; with too much it cannot follow their anatomy. A fixed number that suits human
-brains is wrong for mice. The fixed volume is cut into cubes of two colours. The field is found from one colour, and the
+brains is wrong for mice. The fixed volume is cut into cubes of two colours. A field is found from each colour, and the
 similarity is measured inside the cubes of the other: a field that follows anatomy is right there too, one that follows
 noise is not (as for splines in Wahba, "Spline Models for Observational Data", 1990). The score as a function of the
-smoothing has one maximum, which is found on small images with few steps.
+smoothing has one maximum, which is found on small images with few steps. Each place has its own, from the cubes around
+it, since a heart beats in a chest that hardly moves: one number for both would suit the chest, which is larger. A field
+found from all voxels then needs less smoothing than those found from half of them.
 
 The gross motion is found first, from all voxels at the coarsest resolution. Otherwise the cubes would hide the whole of
 a structure that moves by the side of a cube, such as the wall of a beating heart.
@@ -41,7 +43,6 @@ from Diffusion.losses import (
     self_similarity,
     soft_dice,
     table_lookup,
-    weighted_mean,
     window_statistics,
 )
 
@@ -59,9 +60,12 @@ SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point
 BLOCK, RIM = 8, 2  # voxels: least side of the cubes, and of their rim near the other colour, which is not measured
 MOST_VOXELS = 750_000  # of the images that infer the smoothing (larger ones are halved along each axis), or judge it
 LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
+AROUND = 8.0  # voxels: standard deviation of the Gaussian by which the cubes around a place count there
+ELSEWHERE = 0.1  # how much all cubes together count at each place, relative to the mean of those around it
 SHORTER = (1.0, 0.25, 0.0625)  # shares of refine.step, tried in turn while the field found makes a pair less alike
 ALIKE = 0.9  # mean local correlation above which a pair hardly differs; below, refinement has something to find
-WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # values to try, each twice the previous
+WEIGHTS, APART = (0.5, 2.0, 8.0), 4.0  # values to try; each as many times the previous
+SEEING_ALL = 0.5  # the weight for a field found from all voxels, relative to the best for one found from half of them
 GROSS = 1.0  # weight with which the gross motion is found
 TRIAL_STEPS = 15  # of optimisation at each resolution
 # For two modalities. Cubes tell nothing there: neighbours share structures of one modality only, and the curve falls.
@@ -76,12 +80,13 @@ def refine(pair, field, steps, cfg, progress=False):
     and structures, a network's segmentations of moving and fixed, (2, K, *spatial), 0 .. 1, or None.
     field: (1, N, *spatial) displacement in voxels to start from, or None.
     steps: total number, 1 or more, divided equally among refine.levels resolutions.
-    cfg: flat config with its refine.* and registration.* keys and run.graphs. progress: show a bar.
-    Returns: field (1, N, *spatial) in voxels; refine.weight as a number. The same input gives the same result.
+    cfg: flat config with its refine.* and registration.* keys and run.graphs; refine.weight may be a tensor, as for
+    `deformed`. progress: show a bar.
+    Returns: field (1, N, *spatial) in voxels; refine.weight, as for `deformed`. The same input gives the same result.
     """
     size, weight = pair["fixed"].shape[2:], cfg["refine.weight"]
     with torch.no_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
-        if weight == "auto":
+        if isinstance(weight, str):  # auto
             two_modalities = cfg["registration.similarity"] in OF_TWO_MODALITIES
             weight = OTHER_MEASURE if two_modalities else inferred_weight(pair, field, cfg)
         unmoved = None if field is not None else alike_unmoved(pair, cfg)
@@ -117,33 +122,37 @@ def alike_unmoved(pair, cfg):
     return (whole, alike) if alike > ALIKE else None
 
 
-def correlation_under(whole, field, cfg, measured=None):
-    """Mean local correlation of a pair under a field: a float. whole: from `pair_at_level`. field: in voxels.
+def correlation_under(whole, field, cfg):
+    """Mean local correlation of a pair under a field: a float. whole: from `pair_at_level`. field: in voxels."""
+    values, counted = (part.sum() for part in correlations_under(whole, field, cfg))
+    return float(values / counted.clamp(min=1e-6))
 
-    measured: (1, 1, *spatial), what counts of it, besides the masks; None: everything.
+
+def correlations_under(whole, field, cfg, measured=1.0):
+    """The local correlation around each voxel, times how much the voxel counts, and that weight: (1, C, *spatial) each.
+
+    whole, field: as above. measured: (1, 1, *spatial), what counts besides the masks.
     """
-    measured = torch.ones_like(field[:, :1]) if measured is None else measured
     images = whole["images"]
     warped, counts = warp_pair(whole, field)
     values, counted = local_correlation_map(warped[:, :images], whole["fixed"][:, :images], cfg["refine.window"],
                                             cfg["registration.squared"], counts)
-    counts = measured if counts is None else measured * counts
-    return float(weighted_mean(values * counted, counts) / weighted_mean(counted, counts).clamp(min=1e-6))
+    counted = counted * measured if counts is None else counted * measured * counts
+    return values * counted, counted
 
 
 def inferred_weight(pair, field, cfg):
-    """The refine.weight that suits a pair of one modality: a float. pair, field: as for `refine`."""
+    """The refine.weight that suits a pair of one modality, as for `deformed`. pair, field: as for `refine`."""
     factor, structures = shrinking(pair["fixed"].shape[2:]), pair["structures"]
     small = {"structures": None if structures is None else smaller(structures, factor)}
     for side in ("moving", "fixed"):
         small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), pair[side],
                                                     pair[f"{side}_mask"])
     size = small["fixed"].shape[2:]
-    seen, measured = cubes(size, cfg["refine.window"], small["fixed"].device)
+    halves = cubes(size, cfg["refine.window"], small["fixed"].device)
     inside = 1.0 if small["fixed_mask"] is None else small["fixed_mask"]
-    if not all((inside * part).any() for part in (seen, measured)):
+    if not all((inside * part).any() for half in halves for part in half):
         return GROSS  # too small a volume or mask to hold anything out
-    halves = {**small, "fixed_mask": inside * seen}
     start = None if field is None else resize_field(field, size)
     levels = [(each, TRIAL_STEPS) for each, _ in level_steps(size, 1, cfg)]
     # A control point at every second voxel, whatever the size, is enough to show which weight is best.
@@ -151,19 +160,20 @@ def inferred_weight(pair, field, cfg):
     if len(levels) > 1:
         gross, *levels = levels
         start = resize_field(deformed(small, start, [gross], GROSS, cfg), size)
-
-    whole = pair_at_level({**small, "structures": None}, 1, cfg)
-
-    def score(weight):
-        """The similarity in the held-out cubes, under the field found with this weight."""
-        found = resize_field(deformed(halves, start, levels, weight, cfg), size)
-        return correlation_under(whole, found, cfg, measured)
-
-    return best_weight(score)
+    whole, scores = pair_at_level({**small, "structures": None}, 1, cfg), []
+    for weight in WEIGHTS:
+        values = counted = 0.0
+        for seen, measured in halves:
+            found = deformed({**small, "fixed_mask": inside * seen}, start, levels, weight, cfg)
+            more = correlations_under(whole, resize_field(found, size), cfg, measured)
+            values, counted = (before + part.sum(1, keepdim=True) for before, part in zip((values, counted), more))
+        values, counted = (smooth(part, AROUND) + ELSEWHERE * part.mean() for part in (values, counted))
+        scores.append(values / counted.clamp(min=1e-6))
+    return SEEING_ALL * best_weights(torch.cat(scores, dim=1))
 
 
 def cubes(size, window, device="cpu"):
-    """The two colours: what the optimisation sees, and what is measured; (1, 1, *size) float32 each, 0 or 1.
+    """For both colours what the optimisation sees, and what is measured: (1, 1, *size) float32 each, 0 or 1.
 
     window: side of those of the similarity. Within half of it the other colour would be seen, so wider windows get
     larger cubes.
@@ -174,7 +184,7 @@ def cubes(size, window, device="cpu"):
               for axis, n in enumerate(size)]
     seen = sum(place // side for place in places) % 2 == 0
     inner = math.prod((place % side >= rim) & (place % side < side - rim) for place in places)
-    return seen.float()[None, None], (inner * ~seen).float()[None, None]
+    return [(each.float()[None, None], (inner * ~each).float()[None, None]) for each in (seen, ~seen)]
 
 
 def shrinking(size):
@@ -185,19 +195,18 @@ def shrinking(size):
     return factor
 
 
-def best_weight(score):
-    """The best of WEIGHTS, moved to the maximum of the parabola through its score and its neighbours' scores.
+def best_weights(scores):
+    """The best of WEIGHTS at each place, moved to the maximum of the parabola through its score and its neighbours'.
 
     All are tried, because noise gives the curve small bumps at which a search would stop. The parabola is a function of
-    the logarithm of the weight. score: a function of a weight. Returns: a float.
+    the logarithm of the weight. scores: (1, weights, *spatial). Returns: (1, 1, *spatial).
     """
-    scores = [score(weight) for weight in WEIGHTS]
-    best = max(range(len(scores)), key=scores.__getitem__)
-    if best in (0, len(scores) - 1):
-        return WEIGHTS[best]
-    below, highest, above = scores[best - 1:best + 2]
+    best = scores.argmax(1, keepdim=True)
+    inner = best.clamp(1, len(WEIGHTS) - 2)
+    below, highest, above = (scores.gather(1, inner + beside) for beside in (-1, 0, 1))
     curvature = below - 2 * highest + above
-    return WEIGHTS[best] * 2 ** (0.5 * (below - above) / curvature) if curvature < 0 else WEIGHTS[best]
+    moved = (0.5 * (below - above) / curvature).where((best == inner) & (curvature < 0), 0.0)
+    return torch.tensor(WEIGHTS, device=scores.device)[best] * APART ** moved
 
 
 def level_steps(size, steps, cfg):
@@ -216,7 +225,8 @@ def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
     """The field after all steps, on its last control grid: (1, N, *control) in voxels of that grid.
 
     pair, field: as for `refine`. levels: from `level_steps`. weight: variance in voxels^2 of the Gaussian that smooths
-    the field after each step. tick: called after each step.
+    the field after each step: a number, or a tensor of one for each place, (1, 1, *any), corners on corners. tick:
+    called after each step.
     """
     for factor, count in levels:
         field = deformed_at_level(pair_at_level(pair, factor, cfg), field, count, weight, cfg, tick)
@@ -232,7 +242,7 @@ def deformed_at_level(small, field, count, weight, cfg, tick):
     field = torch.zeros(1, len(size), *control, **options) if field is None else resize_field(field, control)
     ratio = [(c - 1) / max(n - 1, 1) for c, n in zip(control, size)]
     to_control = [onto_control_grid(n, c, cfg["refine.smooth"] * r, device) for n, c, r in zip(size, control, ratio)]
-    spread = [gaussian(c, weight ** 0.5 * r, device) for c, r in zip(control, ratio)]
+    spread = spreading(weight, control, ratio, device)
     parts, lines = slabs(size), torch.eye(size[0], **options) if to_control[0] is None else to_control[0]
     statistics = None
     if len(parts) == 1 and small["moving_mask"] is None and cfg["registration.similarity"] in CORRELATION:
@@ -248,7 +258,7 @@ def deformed_at_level(small, field, count, weight, cfg, tick):
                                      lines[:, slab], 2) for slab in parts)
         longest = step.square().sum(1).max().sqrt().clamp(min=1e-20)
         step = step * (side_lengths(ratio, device) * (cfg["refine.step"] / longest))
-        return step, along_axes(compose(first=field, then=step), spread)
+        return step, spread(compose(first=field, then=step))
 
     # Operations on slabs outlast their launches.
     recorded = graphs.graphs_on(device, cfg["run.graphs"], graphs.IN_NO_PAIR) if len(parts) == 1 else None
@@ -256,6 +266,30 @@ def deformed_at_level(small, field, count, weight, cfg, tick):
         _, field = graphs.run(recorded, "a step of the refinement", moved, field)
         tick()
     return field
+
+
+def spreading(weight, control, ratio, device):
+    """The function that smooths a field (1, N, *control) after each step. weight: as for `deformed`.
+
+    ratio: control spacings in a voxel, by axis. Each place gets its variance from the least and the largest, by mixing:
+    the variance of a mixture of two Gaussians is the mean of theirs.
+    """
+    def gaussians(variance):
+        return [gaussian(c, variance ** 0.5 * r, device) for c, r in zip(control, ratio)]
+
+    if not torch.is_tensor(weight):
+        spread = gaussians(weight)
+        return lambda field: along_axes(field, spread)
+    weight = interpolate(weight, control, align_corners=True)
+    least, most = float(weight.min()), float(weight.max())
+    share = (weight - least) / max(most - least, 1e-6)
+    spread, further = gaussians(least), gaussians(most - least)
+
+    def smoothed(field):
+        field = along_axes(field, spread)
+        return torch.lerp(field, along_axes(field, further), share)
+
+    return smoothed
 
 
 def pair_at_level(pair, factor, cfg):

@@ -121,7 +121,8 @@ class Result:
     affine_similarity_before: float | None = None
     affine_runner_up: float | None = None
     one_sign: float | None = None
-    smoothing: float | None = None  # refine.weight, as it was inferred from the pair or set; None without refinement
+    smoothing: float | None = None  # refine.weight, as set or inferred; the geometric mean over all places; or None
+    weights: tuple | float | None = None  # refine.weight by place, (array, affine), or as set; None without refinement
     inverse: np.ndarray | None = None  # (N, *moving) in voxels of the moving grid
     inverse_error_mm: float | None = None  # mean round-trip error of the moving volume's points by both written fields
     inverse_error_max_mm: float | None = None  # the largest of these errors
@@ -137,7 +138,7 @@ class Result:
     @property
     def known(self) -> "Known":
         """What another registration onto the same fixed volume, or one like it, may start from."""
-        return Known(self.matrix, self.field, self.fixed.affine, self.smoothing)
+        return Known(self.matrix, self.field, self.fixed.affine, self.weights)
 
     def save(self, folder) -> None:
         """Write into a folder what the command writes for a pair: files, picture, results and report."""
@@ -153,7 +154,7 @@ class Known:
     matrix: np.ndarray  # T, 4x4
     field: np.ndarray  # (N, *size), displacement in voxels of its grid, T included
     affine: np.ndarray  # 4x4, of that grid
-    smoothing: float | None  # refine.weight; None: that of the config
+    weights: tuple | float | None  # refine.weight by place, (array, affine), or for all; None: that of the config
 
 
 @dataclasses.dataclass
@@ -178,7 +179,7 @@ class Solution:
     placed: Placed  # on the grid of the field
     field: torch.Tensor  # u, (1, N, *work) float32 on the CPU, in voxels
     structures: torch.Tensor | None  # a network's segmentations of moving and fixed, as shares, (2, K, *work)
-    smoothing: float | None  # refine.weight; None without refinement
+    weights: tuple | float | None  # refine.weight by place, (array, affine), or for all; None without refinement
     seconds: dict[str, float]  # affine, network, refine
 
 
@@ -236,7 +237,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
                                                                    as_trained=net is not None)
         cfg = cfg | {"registration.similarity": placed.compared_by}
         if known is not None:
-            cfg = cfg | {"refine.levels": 1} | ({} if known.smoothing is None else {"refine.weight": known.smoothing})
+            cfg = cfg | {"refine.levels": 1}
         solution = solve(net, placed, seen_fixed, seen_moving, refine, cfg, began, device, progress, known)
         if refine and cfg["refine.grid"] == "own":
             solution = at_full_resolution(solution, fixed, moving, refine, cfg, device, progress)
@@ -668,9 +669,10 @@ def solve(net, placed, fixed, moving, refine, cfg, began, device, progress, know
     net, known: or None. placed: from `align`. refine: steps, 0 for none. began: clock time when the alignment began.
     """
     seconds = {"affine": time.perf_counter() - began, "network": 0.0, "refine": 0.0}
-    pair, field, structures, smoothing = _on_device(placed.pair, device), None, None, None
+    pair, field, structures, weights = _on_device(placed.pair, device), None, None, None
     if known is not None:
         field = field_of_known(known, placed, pair, cfg)
+        cfg = with_weights(cfg, known.weights, placed.work_affine, pair["fixed"].shape[2:], device)
     if net is not None:
         started, seen = time.perf_counter(), cfg["data.channels"]
         with torch.no_grad():
@@ -689,14 +691,34 @@ def solve(net, placed, fixed, moving, refine, cfg, began, device, progress, know
         pair = _on_device(placed.pair, device)
     if refine:
         started = time.perf_counter()
-        field, smoothing = optimise({**pair, "structures": structures}, field, refine, cfg, progress)
+        field, weights = optimise({**pair, "structures": structures}, field, refine, cfg, progress)
         synchronize(device)
         seconds["refine"] = time.perf_counter() - started
     if field is None:
         field = torch.zeros(1, fixed.array.ndim, *pair["fixed"].shape[2:])
     if not bool(torch.isfinite(field).all()):
         raise InputError("The field has NaN or infinite numbers; use another checkpoint, or try --set run.amp=off.")
-    return Solution(placed, field.cpu(), structures, smoothing, seconds)
+    if torch.is_tensor(weights):
+        spread = corners_on_corners(weights.shape[2:], pair["fixed"].shape[2:])
+        weights = weights[0, 0].cpu().numpy(), placed.work_affine @ spread
+    return Solution(placed, field.cpu(), structures, weights, seconds)
+
+
+def with_weights(cfg, weights, work_affine, size, device):
+    """The config with the refine.weight of another registration, brought onto a working grid of this size.
+
+    weights: as in Known; None leaves the config as it is.
+    """
+    if isinstance(weights, tuple):
+        array, affine = weights
+        change = np.linalg.inv(affine) @ work_affine @ corners_on_corners(array.shape, size)
+        weights = resample(torch.from_numpy(array)[None, None], change, array.shape, padding="border").to(device)
+    return cfg if weights is None else cfg | {"refine.weight": weights}
+
+
+def corners_on_corners(few, size):
+    """4x4, voxels of a grid of `few` points to those of one of `size` that has the same corners."""
+    return np.diag([*((np.array(size) - 1) / np.maximum(np.array(few) - 1, 1)), *[1] * (4 - len(size))])
 
 
 def field_of_known(known, placed, pair, cfg):
@@ -732,13 +754,11 @@ def at_full_resolution(solution, fixed, moving, refine, cfg, device, progress):
     fine = align(fixed, moving, False, placed.matrix, cfg, device, most=math.inf)
     size = np.array(fine.pair["fixed"].shape[1:])
     control = np.maximum(-(-size // 2), 2)  # a grid of half as many points, corners on corners
-    thinner = np.linalg.inv(placed.work_affine) @ fine.work_affine @ np.diag(
-        [*((size - 1) / (control - 1)), *[1] * (4 - len(size))])
+    thinner = np.linalg.inv(placed.work_affine) @ fine.work_affine @ corners_on_corners(control, size)
     field = torch.from_numpy(total_field(solution.field, thinner, control))[None].to(device)
-    began = time.perf_counter()
-    field, _ = optimise({**_on_device(fine.pair, device), "structures": None}, field,
-                        max(refine // cfg["refine.levels"], 1),
-                        cfg | {"refine.levels": 1, "refine.weight": solution.smoothing}, progress)
+    began, steps = time.perf_counter(), max(refine // cfg["refine.levels"], 1)
+    cfg = with_weights(cfg | {"refine.levels": 1}, solution.weights, fine.work_affine, size, device)
+    field, _ = optimise({**_on_device(fine.pair, device), "structures": None}, field, steps, cfg, progress)
     synchronize(device)
     seconds = {**solution.seconds, "refine": solution.seconds["refine"] + time.perf_counter() - began}
     placed = dataclasses.replace(placed, work_affine=fine.work_affine, pair={})
@@ -797,7 +817,7 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
                          "there: everything outside that content is ignored, as with a mask.")
     if fixed.array.size > grids.MOST_VOXELS and is_coarser(work_affine, fixed):
         advice, gib = "", math.ceil(fine_bytes(fixed.array.size, 1 + len(fixed.channels)) / 2 ** 30)
-        if solution.smoothing is not None and is_comparable_in_slabs(solution):
+        if solution.weights is not None and is_comparable_in_slabs(solution):
             advice = (f", since refining it there takes {gib} GiB of free memory" if cfg["refine.grid"] == "own" else
                       f" (--set refine.grid=own refines it there, with {gib} GiB of free memory)")
         sentences.append(f"{fixed.name} has {fixed.array.size / 1e6:.0f} million voxels: the field is found on a grid "
@@ -821,14 +841,16 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
                                               ("fixed", fixed, shares[1:], work_affine)):
             carried = resample(share, np.linalg.inv(to_world) @ volume.affine, volume.array.shape)
             more[f"segmented_{side}"] = label_map(carried, labels)[0].numpy().astype(np.uint16)
-    seconds = {**solution.seconds, "total": time.perf_counter() - began}
+    seconds, smoothing = {**solution.seconds, "total": time.perf_counter() - began}, solution.weights
+    if isinstance(smoothing, tuple):
+        smoothing = float(np.exp(np.log(smoothing[0]).mean()))
     judged = {"compared_by": placed.compared_by, "one_sign": placed.alignment.get("one_sign"),
               "overlap_percent": placed.overlap_percent}
     scores = pair_scores(fixed, moving, field, warped, placed.matrix, more.get("inverse"), judged, device)
     return Result(fixed=fixed, moving=moving, field=field, warped=warped, warped_channels=warped_channels,
                   start=placed.start, matrix=placed.matrix, overlap_percent=placed.overlap_percent,
-                  smoothing=solution.smoothing, seconds=seconds, warnings=sentences, **scores, **placed.alignment,
-                  **more)
+                  smoothing=smoothing, weights=solution.weights, seconds=seconds, warnings=sentences, **scores,
+                  **placed.alignment, **more)
 
 
 def total_field(work_field, before, shape, after=None):

@@ -52,8 +52,9 @@ OF_SUBJECT = ("field.nii.gz", "warped.nii.gz", "warped_label.nii.gz")
 ENOUGH_LEFT, MOST_PASSES, SMOOTH_MEAN = 0.02, 4, 1.0  # voxels of the mean logarithm, on average; passes; voxels
 SHARPEN_SIGMA = 1.0  # voxels, of the Gaussian of the unsharp masking
 FEWEST, LEAST_SIDE = 2, 8  # subjects; voxels along an axis
-# Of a subject and round, (N, *size): the deformation without the affine part; the whole map from the moved template.
-DEFORMATION, FIELD = "deformation.npy", "field.npy"
+# Of a subject and round: the deformation without the affine part and the whole map from the moved template, (N, *size);
+# and the smoothing by place, as in `Known`.
+DEFORMATION, FIELD, WEIGHTS = "deformation.npy", "field.npy", "weights.npz"
 COLUMNS = ("similarity", "dice", "folding_percent")
 
 
@@ -82,7 +83,7 @@ def template(args):
         last = history[-1]
         summary = {key: last[key] for key in ("mean_left", "most_left", "sharpness", "dice_pairs") if key in last}
         code = common.end(out, rows, failed, settings, page, args.strict, summary)
-        for name in (DEFORMATION, FIELD):  # a kill before this point repeats no round
+        for name in (DEFORMATION, FIELD, WEIGHTS):  # a kill before this point repeats no round
             for path in out.glob(f"round_*/*/{name}"):
                 path.unlink()
         return code
@@ -208,7 +209,11 @@ def onto_template(out, options, last_round, before, pair, folder, earlier):
     if last := last_round.get(pair["name"]):
         start = np.array(last["matrix"])
         if "known" in pair:
-            start = Known(start, np.load(pair["known"]), before, last.get("smoothing"))
+            path, weights = pair["known"].with_name(WEIGHTS), None
+            if path.exists():
+                with np.load(path) as kept:
+                    weights = kept["array"], kept["affine"]
+            start = Known(start, np.load(pair["known"]), before, weights)
         options = {**options, "start": start}
         if options["affine"] is False:  # an earlier round's affine stage has decided it
             options["similarity"] = last["compared_by"]
@@ -216,9 +221,13 @@ def onto_template(out, options, last_round, before, pair, folder, earlier):
     if "moving" in found.segmentations:
         raise InputError(f"{pair['moving']}: a segmentation; give its image.")
     rest = without_affine(found.field, found.matrix, found.fixed.affine)
-    path = folder / DEFORMATION
-    write_file(path, lambda file: np.save(file, rest))
-    return common.aligned_row(found, pair, folder, out, [path], moving=os.path.abspath(pair["moving"]))
+    paths = [folder / DEFORMATION]
+    write_file(paths[0], lambda file: np.save(file, rest))
+    if isinstance(found.weights, tuple):
+        paths.append(folder / WEIGHTS)
+        array, affine = found.weights
+        write_file(paths[1], lambda file: np.savez(file, array=array, affine=affine))
+    return common.aligned_row(found, pair, folder, out, paths, moving=os.path.abspath(pair["moving"]))
 
 
 def without_strangers(rows, left_out):

@@ -1,4 +1,6 @@
 """Refinement of one pair: it finds known deformations, does not fold, and starts from where it is told."""
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from Inference.refine import (
     RIM,
     WEIGHTS,
     add_slope_,
-    best_weight,
+    best_weights,
     cubes,
     edges,
     force,
@@ -27,6 +29,7 @@ from Inference.refine import (
     shrinking,
     smaller,
     smooth,
+    spreading,
 )
 from tests.tiny import config
 
@@ -170,28 +173,38 @@ def test_more_weight_is_a_smoother_field():
     assert rough[0] > 1.2 * rough[1] > 1.44 * rough[2] > 0
 
 
+def fine_and_noisy(size, numbers):
+    """(moving, fixed, field) twice, of one anatomy: bent finely and shown clearly; bent smoothly, with noise."""
+    image = torch.from_numpy(make_subject(3, size)["image"])[None, None].float()
+    fine = smooth(torch.randn(1, 3, *size, generator=numbers), 2.5)
+    for true, noise in ((fine * (1.5 / fine.abs().max()), 0.0), (wave(size, 1.5), 0.15)):
+        yield *(each + noise * torch.randn(image.shape, generator=numbers)
+                for each in (image, warp(image, true, padding="border"))), true
+
+
 @pytest.mark.slow
 def test_the_weight_follows_from_the_pair():
-    """One anatomy: little smoothing where it is bent finely and shown clearly, much where smoothly and with noise.
+    """Little smoothing where an anatomy is bent finely and shown clearly, much where smoothly and with noise.
 
     Means over three draws, since with so few cubes each one is off by a factor of up to two.
     """
-    size = (48, 56, 52)
-    image = torch.from_numpy(make_subject(3, size)["image"])[None, None].float()
-    numbers = torch.Generator().manual_seed(4)
-    found, misses = {"fine": [], "noisy": []}, {"fine": [], "noisy": []}
-    for _ in range(3):
-        fine = smooth(torch.randn(1, 3, *size, generator=numbers), 2.5)
-        for name, true, noise in (("fine", fine * (1.5 / fine.abs().max()), 0.0), ("noisy", wave(size, 1.5), 0.15)):
-            moving, fixed = (each + noise * torch.randn(image.shape, generator=numbers)
-                             for each in (image, warp(image, true, padding="border")))
-            found[name].append(inferred_weight(unmasked(moving, fixed), None, config()))
-            misses[name].append([float((refined(moving, fixed, None, 30, config(refine__weight=weight)) - true).square()
-                                       .mean()) for weight in (found[name][-1], 0.25, 4.0)])
-    fine, noisy = (np.exp(np.log(found[name]).mean()) for name in ("fine", "noisy"))
-    assert noisy > 1.2 * fine
-    (of_noisy, with_least, _), (of_fine, _, with_most) = (np.mean(misses[name], 0) for name in ("noisy", "fine"))
+    numbers, (weights, misses) = torch.Generator().manual_seed(4), ([], [])
+    for moving, fixed, true in itertools.chain(*(fine_and_noisy((48, 56, 52), numbers) for _ in range(3))):
+        weights.append(inferred_weight(unmasked(moving, fixed), None, config()))
+        misses.append([float((refined(moving, fixed, None, 30, config() | {"refine.weight": weight}) - true).square()
+                             .mean()) for weight in (weights[-1], 0.25, 4.0)])
+    fine, noisy = (np.mean([float(weight.log2().mean()) for weight in weights[kind::2]]) for kind in (0, 1))
+    assert noisy > fine + 1
+    (of_fine, _, with_most), (of_noisy, with_least, _) = (np.mean(misses[kind::2], 0) for kind in (0, 1))
     assert of_noisy < with_least and of_fine < with_most
+
+
+def test_each_place_has_the_smoothing_that_suits_it():
+    """Both pairs of the test above, side by side in one volume."""
+    moving, fixed, _ = (torch.cat(sides, dim=2) for sides in zip(*fine_and_noisy(
+        (48, 56, 52), torch.Generator().manual_seed(4))))
+    weight = smaller(inferred_weight(unmasked(moving, fixed), None, config()), 4)[0, 0].log2().mean((1, 2))
+    assert weight[:8].max() + 1 < weight[-8:].min()
 
 
 def test_what_a_mask_leaves_out_has_no_edges():
@@ -205,24 +218,40 @@ def test_what_a_mask_leaves_out_has_no_edges():
     assert largest > 10 and largest_masked < 2
 
 
-def test_a_number_is_taken_as_it_is_and_auto_is_the_number_inferred():
+def test_auto_is_the_weight_inferred_and_equal_weights_everywhere_are_one_number():
     moving, fixed, _ = pair(3)
     weight = inferred_weight(unmasked(moving, fixed), None, config())
-    by_number, by_pair = (refined(moving, fixed, None, 8, config(refine__weight=each)) for each in (weight, "auto"))
-    assert torch.equal(by_number, by_pair)
+    by_weight, by_pair, by_number, by_equals = (
+        refined(moving, fixed, None, 8, config() | {"refine.weight": each}) for each in (
+            weight, "auto", 1.7, torch.full((1, 1, 3, 2, 4), 1.7)))
+    assert torch.equal(by_weight, by_pair) and torch.allclose(by_number, by_equals, atol=1e-4)
+    assert not torch.allclose(by_pair, by_number, atol=1e-2)
 
 
-@pytest.mark.parametrize("best", [0.4, 0.5, 0.9, 2.2])
-def test_best_weight_is_the_maximum_of_a_parabola(best):
-    assert best_weight(lambda weight: -np.log2(weight / best) ** 2) == pytest.approx(best, rel=1e-6)
-    assert best_weight(lambda weight: weight) == WEIGHTS[-1] and best_weight(lambda weight: -weight) == WEIGHTS[0]
-    scores = dict(zip(WEIGHTS, (0.0, 2.0, 1.9, 4.0, 3.0)))  # a small step does not keep the search from the maximum
-    assert best_weight(scores.__getitem__) == pytest.approx(2.0 * 2 ** 0.177, rel=0.01)
+@pytest.mark.parametrize("variance", [0.5, 2.0, 4.0])
+def test_a_mixture_of_gaussians_has_the_variance_asked_for(variance):
+    """Between other places that ask for the least and the most. A point at each place shows how it is spread."""
+    weight = torch.full((1, 1, 40, 4), variance)
+    weight[..., 0, :], weight[..., -1, :] = 0.5, 4.0
+    point = torch.zeros(1, 1, 40, 4)
+    point[..., 20, :] = 1.0
+    spread = spreading(weight, [40, 4], [1.0, 1.0], "cpu")(point)[0, 0, :, 1]
+    assert float(spread.sum()) == pytest.approx(1.0, abs=1e-3)
+    assert float((spread * (torch.arange(40) - 20.0) ** 2).sum()) == pytest.approx(variance, rel=0.02)
+
+
+@pytest.mark.parametrize("best", [1.2, 2.0, 3.1])
+def test_the_best_weight_is_the_maximum_of_a_parabola(best):
+    weights = torch.tensor(WEIGHTS)
+    scores = torch.stack([-(weights / best).log2() ** 2, weights, -weights])  # of three places
+    found = best_weights(scores.T[None, :, :, None])[0, 0, :, 0].tolist()
+    assert found == pytest.approx([best, WEIGHTS[-1], WEIGHTS[0]], rel=1e-5)
 
 
 def test_no_window_inside_the_measured_cubes_touches_what_was_seen():
     for size, window in (((20, 24, 17), 5), ((40, 33), 3), ((40, 44, 37), 9)):
-        seen, measured = cubes(size, window)
+        (seen, measured), (other, _) = cubes(size, window)
+        assert torch.equal(seen, 1 - other)
         assert seen.shape == measured.shape == (1, 1, *size)
         assert 0.4 < float(seen.mean()) < 0.6 and 0.015 < float(measured.mean()) < 0.2
         rim = max(RIM, window // 2)
