@@ -180,7 +180,7 @@ def show_epoch(curves, entry, progress, cfg, seconds):
 
 def new_pace():
     """The sums of `keep_pace`, before the first step of a launch."""
-    return {"steps": 0, "spent": collections.Counter(), "began": time.time(), "flushed": time.time()}
+    return {"steps": 0, "spent": collections.Counter(), "began": time.monotonic(), "flushed": time.monotonic()}
 
 
 def keep_pace(pace, line, spent, watch, curves):
@@ -193,7 +193,7 @@ def keep_pace(pace, line, spent, watch, curves):
     pace["steps"] += 1
     if pace["steps"] < EVERY:
         return
-    now, memory = time.time(), watch["samples"][-1] if watch["samples"] else {}
+    now, memory = time.monotonic(), watch["samples"][-1] if watch["samples"] else {}
     seconds = {phase: round(value, 4) for phase, value in pace["spent"].items()}
     watchdog.event("pace", steps=pace["steps"], seconds=round(now - pace["began"], 4), spent=seconds, **memory,
                    **(disk_space(watchdog.STATE.get("run")) if curves else {}))

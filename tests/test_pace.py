@@ -1,5 +1,7 @@
 """What every rank writes down of its steps."""
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +29,14 @@ def test_a_line_has_the_sums_of_its_steps_and_the_next_begins_anew(lines):
     assert lines[0][1]["spent"] == {"forward": EVERY / 2, "checkpoint": 3.0} and lines[0][1]["steps"] == EVERY
     assert lines[1][1]["spent"] == {"forward": EVERY / 2} and lines[1][1]["host_used"] == 2 ** 30
     assert "disk_free" not in lines[0][1] and json.dumps(lines)
+
+
+def test_a_clock_that_is_set_back_changes_no_speed(lines, monkeypatch):
+    monkeypatch.setattr(progress, "time", SimpleNamespace(time=lambda: -len(lines) * 3600.0, monotonic=time.monotonic))
+    sums = new_pace()
+    for _ in range(2 * EVERY):
+        keep_pace(sums, LINE, {"forward": 0.5}, WATCH, None)
+    assert all(0 <= fields["seconds"] < 60 for _, fields in lines)
 
 
 def test_before_memory_has_been_measured_the_line_has_none(lines):
