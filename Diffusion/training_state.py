@@ -180,11 +180,11 @@ def restore(run, content, path, continues):
             # Not past the last epoch, which would end the run without its validation; nor back, if there are fewer now.
             epoch = max(min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1), run.progress.epoch)
             begin_epoch(run.progress, epoch, run.terms)
-            changes.append(f"the order of the volumes: training continues from the start of epoch {epoch}")
+            changes.append(f"the order of the volumes: training continues from the start of epoch {epoch + 1}")
     if run.ranks.rank == 0:
         for change in changes if continues else []:
             print(f"changed since the checkpoint: {change}")
-        print(f"continuing from {path}, epoch {run.progress.epoch}, step {run.progress.step}" if continues
+        print(f"continuing from {path}, epoch {run.progress.epoch + 1}, step {run.progress.step}" if continues
               else f"weights from {path}")
     agree.agree(run.ranks, run.progress.step, "checkpoint", weights=run.net.state_dict())
 

@@ -1,5 +1,6 @@
 """A run knows its data: it goes on with those it was trained on, with more of them, and not with others."""
 import json
+import re
 import shutil
 
 import pytest
@@ -119,15 +120,16 @@ def test_a_data_set_that_grew_goes_on_with_the_next_epoch_and_another_is_refused
     capfd.readouterr()
     assert train(tmp_path, "--max-steps-before-restart", "1", data__train_ids="0-5,8-9") == 42
     out = capfd.readouterr().out
+    assert re.search(r"continuing from .*, epoch 2, step 2\n", out), "counted as in the bars"
     assert "changed since the checkpoint: volumes added: 2 (subject_0008, subject_0009)" in out
-    assert "changed since the checkpoint: the order of the volumes: training continues from the start of epoch 1" in out
+    assert "changed since the checkpoint: the order of the volumes: training continues from the start of epoch 2" in out
     assert [(line["epoch"], line["step"]) for line in log_lines(tmp_path, "step")] == [(0, 0), (0, 1), (1, 2)]
     state = checkpoint.load(run / checkpoint.newest(run))
     assert (state["epoch"], state["step_in_epoch"], state["samples"]) == (1, 1, 2)
     assert len((run / "data.csv").read_text().splitlines()) == 11
     another = {"run__epochs": 3, "run__seed": 7}
     assert train(tmp_path, "--max-steps-before-restart", "1", data__train_ids="0-5,8-9", **another) == 42
-    assert "training continues from the start of epoch 2" in capfd.readouterr().out, "another seed, another order"
+    assert "training continues from the start of epoch 3" in capfd.readouterr().out, "another seed, another order"
     shutil.rmtree(tmp_path / "data")
     write_dataset(tmp_path / "data", range(8), 9)  # the same names
     assert train(tmp_path, data__train_ids="0-5") == 43
