@@ -181,6 +181,9 @@ def test_an_option_takes_several_overrides(program):
     ("data.img_size=[128, 128]", ["data.img_size", "model.dims"]),
     ("registration.window=8", ["registration.window", "odd"]),
     ("run.notify=[a, b]", ["run.notify must be text", "quotes"]),
+    ("run.deadline_first_s=1e10", ["run.deadline_first_s", "between 1 and"]),  # no timer takes it
+    ("run.deadline_floor_s=1e10", ["run.deadline_floor_s", "between 0.1 and"]),
+    ("run.deadline_factor=1e10", ["run.deadline_factor", "between 1 and"]),
     ("run.strategy=zero2", ["run.strategy must be one of ddp, zero1, fsdp, not 'zero2'"]),
 ])
 def test_bad_values_are_one_sentence(override, words):
