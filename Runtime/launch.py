@@ -75,6 +75,11 @@ def debug():
     dist.set_debug_level_from_env()
 
 
+def is_port(text):
+    """Whether a text is the number of a TCP port."""
+    return text.isdecimal() and 0 < int(text) < 2 ** 16
+
+
 def rendezvous(ranks, seconds, name=""):
     """Meet the other ranks at MASTER_ADDR:MASTER_PORT within `seconds`; sets ranks.store.
 
@@ -87,9 +92,10 @@ def rendezvous(ranks, seconds, name=""):
     if ranks.world_size == 1:
         return
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not address or not port.isdecimal():
+    if not address or not is_port(port):
         raise InputError(f"MASTER_ADDR is {address or 'not set'} and MASTER_PORT {port or 'not set'}: with "
-                         f"{ranks.world_size} ranks both are needed, the host of rank 0 and a free port on it.")
+                         f"{ranks.world_size} ranks both are needed, the host of rank 0 and a free port on it (1 to "
+                         "65535).")
     until = time.monotonic() + seconds
     serves = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has its own
     try:

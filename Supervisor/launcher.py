@@ -113,15 +113,17 @@ def is_first_start():
 
 
 def ranks(words):
-    """Check PREFLIGHT_SECONDS, which a site's file may set, and that PYTHON has the packages; count devices and cores
-    of this host. words: the name of the log."""
-    seconds = os.environ["PREFLIGHT_SECONDS"]
+    """Check PREFLIGHT_SECONDS, which a site's file may set, the user's port, and that PYTHON has the packages; count
+    devices and cores of this host. words: the name of the log."""
+    seconds, port = os.environ["PREFLIGHT_SECONDS"], os.environ.get("FIXED_PORT", "")
     try:
         usable = 0 < float(seconds) < math.inf
     except ValueError:
         usable = False
     if not usable:
         raise Leave(43, "error: PREFLIGHT_SECONDS=%s: give a number of seconds above 0" % seconds)
+    if port and not (port.isdecimal() and 0 < int(port) < 2 ** 16):
+        raise Leave(43, "error: MASTER_PORT=%s: give a free port of the first node, 1 to 65535, or unset it" % port)
     code, missing = ask([*interpreter(), "-c", MISSING], 600)
     if code or missing.strip():
         raise Leave(43, "error: %s lacks %s: name the interpreter of the environment with PYTHON=path, or install what "

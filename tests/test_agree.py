@@ -220,7 +220,8 @@ def test_contradictions_are_refused(environment, variables, text):
     assert str(refused.value).startswith(text)
 
 
-@pytest.mark.parametrize("variables", [{}, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "a", "MASTER_PORT": "port"}])
+@pytest.mark.parametrize("variables", [{}, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "a", "MASTER_PORT": "port"},
+                                       {"MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}])
 def test_several_ranks_need_a_place_to_meet(environment, variables):
     environment(**variables)
     with pytest.raises(InputError, match=r"MASTER_ADDR is .* and MASTER_PORT .*: with 2 ranks both are needed"):

@@ -307,6 +307,12 @@ def test_a_wrong_time_limit_of_the_preflight_is_one_sentence(monkeypatch, second
     assert why == f"error: PREFLIGHT_SECONDS={seconds}: give a number of seconds above 0"
 
 
+@pytest.mark.parametrize("port", ["2950O", "0", "70000"])
+def test_a_wrong_port_is_one_sentence(monkeypatch, port):
+    why = stopped_by("ranks", monkeypatch, PREFLIGHT_SECONDS="45", FIXED_PORT=port)
+    assert why == f"error: MASTER_PORT={port}: give a free port of the first node, 1 to 65535, or unset it"
+
+
 def test_ranks_of_one_host_in_a_job_of_several_are_refused(monkeypatch):
     why = stopped_by("nodes", monkeypatch, RANKS="2", SLURM_JOB_ID="7", SLURM_NNODES="2")
     assert why == "error: RANKS=2 starts processes on this host only, and job 7 has 2 nodes: unset RANKS"

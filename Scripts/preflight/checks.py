@@ -389,7 +389,7 @@ def check_rendezvous(context, at):
     address, port = (context["variables"].get(f"MASTER_{name}", "") for name in ("ADDR", "PORT"))
     if context["world_size"] == 1:
         return passed("one rank")
-    if not address or not port.isdecimal():
+    if not address or not launch.is_port(port):
         return failed(f"MASTER_ADDR is {address or 'not set'} and MASTER_PORT {port or 'not set'}",
                       "set them to the host of rank 0 and a free port on it")
     if context["served"] and not context["served"]["ok"]:
