@@ -563,8 +563,10 @@ def train(cfg, args, ranks, folder):
     if leave in (None, "signal"):  # the job ends, so no copy of the volumes may stay on its nodes
         release(remove=True)
     if leave:
-        leak = run.watch["leak"] if leave == "memory" else None
-        watchdog.event("leave", reason=f"rank {ranks.rank}: {leak['sentence']}" if leak else WHY_LEFT[leave])
+        why, leak = {"reason": WHY_LEFT[leave]}, run.watch["leak"]
+        if leave == "memory" and memory.runs_out_soon(leak):  # else that of another rank does
+            why = {"reason": f"rank {ranks.rank}: {leak['sentence']}", "steps_left": leak["steps_left"]}
+        watchdog.event("leave", **why)
         return PLANNED_RESTART
     if is_main:
         print(f"done: {progress.epoch} epochs, {progress.step} steps, weights "

@@ -111,9 +111,9 @@ def what_ranks_said(records, code):
         stuck = [record for record in records if has_timed_out(record) or record["exit"].get("by_launcher")]
         if stuck:
             return "would not exit", stuck[0]["rank"], "the training was over but the process stayed"
-        reasons = [line["reason"] for record in records if (line := last_event(record, "leave"))]
-        if reasons:  # the longest is that of the rank with a leak; the other ranks only agreed to leave
-            return "planned restart", None, max(reasons, key=len)
+        leaves = [line for record in records if (line := last_event(record, "leave"))]
+        if leaves:  # the rank whose memory runs out first; those without "steps_left" only agreed to leave
+            return "planned restart", None, min(leaves, key=lambda line: line.get("steps_left", math.inf))["reason"]
         return "done", None, ""
     stopped = [record["rank"] for record in records if record["exit"].get("stopped")]
     if stopped:

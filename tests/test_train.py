@@ -118,6 +118,16 @@ def test_planned_restarts_give_the_same_state_and_averages(data, tmp_path, finis
     assert [line["step"] for line in log_lines(tmp_path, "step")] == list(range(STEPS))
 
 
+@pytest.mark.parametrize("left", [9, 1000])
+def test_only_a_leak_that_runs_out_soon_is_the_reason_to_leave(data, tmp_path, monkeypatch, left):
+    """A slow leak of this rank is not why it leaves, where another rank's memory runs out."""
+    leak = {"steps_left": left, "sentence": f"runs out in {left} steps"}
+    monkeypatch.setattr(om.memory, "watch", lambda state, step: bool(state.update(leak=leak)) or True)
+    assert train(data, tmp_path, **CARRIED) == 42
+    why = log_lines(tmp_path, "leave")[-1]["reason"]
+    assert why == ("rank 0: runs out in 9 steps" if left == 9 else om.WHY_LEFT["memory"])
+
+
 def test_a_signal_in_the_last_step_of_an_epoch_is_heard_before_its_validation(data, tmp_path, whole, monkeypatch):
     """A launch that hears it before its first step validates first, or it could leave for ever."""
     advance, announce = om.advance, om.training_state.announce

@@ -237,6 +237,13 @@ def test_done_and_planned_restart_are_no_deaths(tmp_path):
     assert verdict_of(tmp_path, 2, 0)["cause"] == "done"  # each attempt keeps its own
 
 
+def test_of_several_leaks_the_one_that_runs_out_first_is_the_reason(tmp_path):
+    leaks = ({}, {"steps_left": 32}, {"steps_left": 9}, {"steps_left": 32})
+    for rank, leak in enumerate(leaks):
+        finish(tmp_path, rank, {"event": "leave", "reason": f"rank {rank}" + " " * 9 * (2 - rank), **leak})
+    assert verdict_of(tmp_path, 4, 42)["detail"] == "rank 2"
+
+
 @pytest.mark.parametrize("error, cause", [
     ("OutOfMemoryError: XPU out of memory", "out of device memory"),
     ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out of device memory"),
