@@ -213,7 +213,8 @@ def decide(lines, verdict, patience_s=0.0):
         count = f"the same end {repeats} times" if repeats >= SAME_DEATHS else f"{len(deaths)} ends"
         return "stop", f"Stopped: {count} without a new durable step after step {last['durable']}."
     if repeats == SAME_DEATHS - 1 and not back:
-        return "step back", "The same death twice without a new durable step: goes one checkpoint back."
+        way = "there is no earlier checkpoint to go back to" if last["before"] is None else "goes one checkpoint back"
+        return "step back", f"The same death twice without a new durable step: {way}."
     if last.get("unlisted"):
         return "continue", ("Continues from the newest checkpoint that verifies, although manifest.json lists none "
                             "that counts.")

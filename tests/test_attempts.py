@@ -59,12 +59,14 @@ def restart(run, **more):
     return one_round(run, leave, END, code=42, phase="exit", mode="", **more)[1]
 
 
-def test_the_same_death_goes_on_then_back_then_stops(tmp_path):
-    durable(tmp_path, 4)
+@pytest.mark.parametrize("steps, way", [
+    ([2, 4], "goes one checkpoint back."), ([4], "there is no earlier checkpoint to go back to.")])
+def test_the_same_death_goes_on_then_back_then_stops(tmp_path, steps, way):
+    durable(tmp_path, *steps)
     assert [die(tmp_path) for _ in range(3)] == ["continue", "step back", "stop"]
     said = [line["sentence"] for line in history(tmp_path) if line["event"] == "end"]
     assert said[0].endswith("Continues from the newest checkpoint that verifies (step 4).")
-    assert said[1].endswith("The same death twice without a new durable step: goes one checkpoint back.")
+    assert said[1].endswith(f"The same death twice without a new durable step: {way}")
     assert said[2].endswith("Stopped: the same end 3 times without a new durable step after step 4.")
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict["attempt"] == 2 and verdict["cause"] == "exception" and verdict["sentence"] == said[2]
