@@ -27,6 +27,7 @@ STALE_S = 3600.0  # for tool outputs: a lock of another machine untouched for th
 CLAIM_S = 30.0  # longer than reading and writing a lock ever takes
 MAY_DIFFER = {*PATHS, "data.stage", "data.num_workers", "data.prefetch_factor", "data.in_memory",
               "registration.labels"}  # between launches of one run; the training finds the labels
+HIDDEN = -1  # in place of the start time of a process
 HELD = {}  # {run folder: token} of the locks under which this process works
 
 
@@ -246,18 +247,19 @@ def _machine():
 
 
 def _began(pid):
-    """Start time of a process in ticks since boot; None if it is dead."""
+    """Start time of a process in ticks since boot; None if it is dead, HIDDEN if this user may not know (hidepid)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
+        return HIDDEN if is_alive(pid) else None
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _living_holder(content, run):
     """The first holder of a lock that is alive, or None. Raises OSError if that is unknown at the moment.
 
-    On this machine the process table decides; elsewhere Slurm does, or else the time of the last touch.
+    On this machine the process table decides; elsewhere, and where it hides other users' processes, Slurm does, or else
+    the time of the last touch.
     """
     me = _identity(os.getpid())
     elsewhere = []
@@ -265,13 +267,14 @@ def _living_holder(content, run):
         is_here = holder["host"] == me["host"] and holder["machine"] == me["machine"] != ""
         rebooted = is_here and holder["boot"] != me["boot"]
         visible = holder["began"] is not None and all(holder[key] == me[key] for key in ("boot", "namespace"))
-        if visible and _began(holder["pid"]) == holder["began"]:
+        began = _began(holder["pid"]) if visible else None
+        if visible and began == holder["began"]:
             if _is_former_start(content):  # Slurm has told it to end, so it will
                 raise OSError(errno.EBUSY, f"process {holder['pid']} of the former start of this job is still there")
             return holder
         # Without /proc, as on macOS and Windows, the process table tells no more than this.
         gone = holder["boot"] == me["boot"] == "" and holder["host"] == me["host"] and not is_alive(holder["pid"])
-        if not visible and not rebooted and not gone:
+        if (not visible or began == HIDDEN) and not rebooted and not gone:
             elsewhere.append(holder)
     if not elsewhere:
         return None

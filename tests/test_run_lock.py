@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +134,24 @@ def test_the_half_lock_of_a_process_killed_while_it_wrote_does_not_stay(tmp_path
     (tmp_path / ".lock.json.tmp-vm-14205").write_text('{"token": "0de2')
     unlock(tmp_path, lock(tmp_path, 60))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("over", [lambda run, holder: end(holder), lambda run, holder: age(run, 1001)])
+def test_a_living_holder_that_proc_hides_is_judged_by_the_clock(tmp_path, monkeypatch, over):
+    """As a process of another user where /proc is mounted with hidepid: only that there is one can be seen."""
+    holder, read_text = alive(), Path.read_text
+    before = lock(tmp_path, 1000, pid=holder.pid)
+
+    def unless_hidden(path, *more):
+        if str(path) == f"/proc/{holder.pid}/stat":
+            raise FileNotFoundError(path)
+        return read_text(path, *more)
+
+    monkeypatch.setattr(Path, "read_text", unless_hidden)
+    with pytest.raises(InputError, match=f"process {holder.pid} on"):
+        lock(tmp_path, 1000)
+    over(tmp_path, holder)
+    assert lock(tmp_path, 1000) != before
 
 
 def test_a_process_number_that_someone_else_has_now_is_dead(tmp_path):
