@@ -174,8 +174,12 @@ def job(name):
 def seconds_left():
     """Seconds to the job's time limit; None if unknown."""
     os.environ["SLURM_TIME_FORMAT"] = "standard"  # the user may have another
+    text, form, now = job("EndTime"), "%Y-%m-%dT%H:%M:%S", time.time()
     try:
-        return int(time.mktime(time.strptime(job("EndTime"), "%Y-%m-%dT%H:%M:%S")) - time.time())
+        ends = [time.mktime(time.strptime(text, form)) + shift for shift in (-3600, 0, 3600)]
+        # The hour in which summer time ends comes twice: the limit is in the first one that is still to come.
+        ends = [end for end in ends if time.strftime(form, time.localtime(end)) == text]
+        return int(min([end for end in ends if end > now] or ends[-1:]) - now)
     except (ValueError, OverflowError):
         return None
 

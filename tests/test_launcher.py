@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -448,6 +449,22 @@ def in_allocation(folder, monkeypatch, srun=SRUN, **more):
                 "STEP_NAME": f"omnimorph-{os.getpid()}", "UNDER_SLURM": "1", "FIXED_ADDRESS": "a", **more}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("now, left", [(-480, 480), (3600 - 480, 480), (-7200, 7200), (3600 + 60, -60)])
+def test_a_limit_in_the_hour_that_comes_twice_is_the_next_one(tmp_path, monkeypatch, now, left):
+    """02:30 in the night in which summer time ends. now: seconds since it is 02:30 for the first time."""
+    stand_in(tmp_path / "scontrol", "echo JobId=7 EndTime=2026-10-25T02:30:00")
+    for name, value in (("PATH", f"{tmp_path}:{os.environ['PATH']}"), ("TZ", "Europe/Berlin"),
+                        ("SLURM_TIME_FORMAT", "relative")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(**{**vars(time), "time": lambda: 1792888200 + now}))
+    try:
+        time.tzset()
+        assert scheduler.seconds_left() == left
+    finally:
+        monkeypatch.delenv("TZ")
+        time.tzset()
 
 
 def test_nodes_answer_an_srun_that_wants_the_cores_of_a_task_on_its_command_line(tmp_path, monkeypatch):
