@@ -44,8 +44,10 @@ load_settings() {  # read the site's file and export all its variables; NODE_COU
 choose_python() {  # the repository's folder: set INTERPRETER
     if [[ -z ${PYTHON:-} ]]; then
         PYTHON=python3
-        [[ -x $1/.venv/bin/python ]] && PYTHON=$1/.venv/bin/python
+        [[ -x $1/.venv/bin/python ]] && PYTHON=.venv/bin/python
     fi
+    # Absolute, since a job script returns to the folder where it was typed.
+    [[ $PYTHON == [^/]*/* && -x $1/$PYTHON ]] && PYTHON=$1/$PYTHON
     export PYTHON
     INTERPRETER=("$PYTHON")  # a path with blanks is one word, "apptainer exec --nv omnimorph.sif python" several
     command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"

@@ -36,6 +36,7 @@ choose_site
 unset RANK LOCAL_RANK WORLD_SIZE  # of somebody else: with RANK a site's file loads no modules
 load_settings
 cd "$here" || exit 43
+command -v "${INTERPRETER[0]}" > /dev/null || stop "PYTHON=$PYTHON: there is no such program here or in the repository."
 # A Mac has no nproc.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)}}
 [[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-60}  # bars in a job's log: a line a minute

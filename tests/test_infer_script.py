@@ -24,6 +24,14 @@ def test_each_task_reaches_its_program(task, tmp_path):
     assert (ROOT / f"OM_{task}.py").is_file()
 
 
+def test_a_relative_python_is_that_of_the_repository_and_one_that_is_not_there_is_one_sentence(tmp_path):
+    stand_in(tmp_path / "python", 'echo "$@"')
+    done = call("evaluate", "--help", folder=tmp_path, PYTHON=os.path.relpath(tmp_path / "python", ROOT))
+    assert done.returncode == 0 and done.stdout == f"{ROOT}/OM_evaluate.py --help\n", done.stderr
+    lost = call("evaluate", "--help", folder=tmp_path, PYTHON="no/python")
+    assert lost.returncode == 43 and lost.stderr.startswith("error: PYTHON=no/python: there is no such program")
+
+
 def test_paths_are_those_of_where_the_command_was_typed(tmp_path):
     python = stand_in(tmp_path / "python", 'echo "$PWD: ${@:2}"')
     done = call("evaluate", "--fixed-label", "F.nii.gz", "--out", "scores", folder=tmp_path, PYTHON=python)
