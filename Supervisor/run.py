@@ -27,7 +27,7 @@ def open_run(ranks, cfg, fresh):
     A launcher has done all but the meeting, and passes the results as OMNIMORPH_* variables.
     fresh: begin a new folder. Returns: Path of the folder.
     """
-    if "OMNIMORPH_RUN" in os.environ:
+    if "OMNIMORPH_TOKEN" in os.environ:  # the user's command (run.notify) has OMNIMORPH_RUN too
         return open_launched_run(ranks, cfg)
     launch.rendezvous(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
     launch.refuse_together(ranks, "config", cfg, launch.other_config)

@@ -347,7 +347,7 @@ def call(monkeypatch, capsys):
     def called(*words, **variables):
         with monkeypatch.context() as patch:
             patch.setattr(run_lock, "HELD", {})
-            for name in [name for name in os.environ if name.startswith("OMNIMORPH_") and name != launching.MARK]:
+            for name in [name for name in os.environ if name.startswith("OMNIMORPH_")]:
                 patch.delenv(name)
             for name, value in variables.items():
                 patch.setenv(name, value)
@@ -468,6 +468,28 @@ def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path, monkeypatch
         assert om.main(arguments(tmp_path)) == 43 and capsys.readouterr().err.startswith("error: ")
     ended = call("end", 43, **mine)
     assert ended.code == 43 and "refused" in ended.err and "This needs a person" in ended.err and ".." not in ended.err
+
+
+@pytest.mark.parametrize("slurm", ["1", ""])
+def test_a_training_that_the_users_command_starts_is_a_run_of_its_own(tmp_path, monkeypatch, capsys, call, slurm):
+    import OM_train_3modes as om
+    mine = own(call(*begin_words(tmp_path / "first")))
+    kept = Path(mine["OMNIMORPH_RUN"]) / "launches/0000/config.yaml"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(f"run:\n  notify: env > {tmp_path}/told\n")
+    with monkeypatch.context() as patch:
+        for name in (*mine, "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "RANKS"):
+            patch.setenv(name, mine.get(name, "0"))
+        patch.setenv("UNDER_SLURM", slurm)
+        attempts.notify_end(Path(mine["OMNIMORPH_RUN"]), {"decision": "done", "sentence": "x"})
+    told = (tmp_path / "told").read_text()
+    told = dict(re.findall(r"^(OMNIMORPH_\w+|MASTER_\w+|\w*RANKS?|WORLD_SIZE)=(.*)", told, re.M))
+    given = {"OMNIMORPH_RUN": mine["OMNIMORPH_RUN"], "OMNIMORPH_SUBJECT": "done", "OMNIMORPH_MESSAGE": "x"}
+    assert told == given | ({} if slurm else {"RANKS": "0"})
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert om.main(arguments(tmp_path / "second")) == 43 and capsys.readouterr().err.startswith("error: ")
+    assert not (Path(mine["OMNIMORPH_RUN"]) / "rank0.jsonl").exists()
 
 
 def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, capsys):
