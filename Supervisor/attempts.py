@@ -101,10 +101,16 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
     return line["decision"]
 
 
-def remove_refused(run):
-    """Remove a run folder that holds nothing but a refused first start, whose error has been printed."""
-    lines = history(run)
-    if len(lines) != 2 or not is_refusal(lines[-1]) or lines[-1]["decision"] != "stop" or (run / "launches").exists():
+def leave_folder(run, token):
+    """Unlock a run folder; remove it if it holds nothing but a refused first start, whose error has been printed.
+
+    An empty folder that --fresh leaves would be continued in place of the run before it.
+    """
+    unlock(run, token)
+    lines, others = history(run), (run / "launches", run / "lock.json")
+    if len(lines) not in (0, 2) or any(path.exists() for path in others) or checkpoint_files(run):
+        return
+    if lines and not (is_refusal(lines[-1]) and lines[-1]["decision"] == "stop"):
         return
     with contextlib.suppress(OSError):  # somebody keeps more in it, or the file system does not answer
         (run / "tmp").rmdir()
@@ -312,7 +318,7 @@ def launcher_begin(argv):
     except BaseException:
         if "OMNIMORPH_TOKEN" not in os.environ:  # nobody learns the token, so nobody else could unlock the folder
             with contextlib.suppress(OSError):
-                unlock(run, token)
+                leave_folder(run, token)
         raise
     variables = {"OMNIMORPH_RUN": str(run), "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,
                  "OMNIMORPH_STEP": json.dumps(step), "NODE_COUNT": nodes, "TASKS_PER_NODE": tasks,
@@ -429,7 +435,7 @@ def main(argv):
     try:
         commands = {"begin": launcher_begin, "end": launcher_end, "gained": launcher_gained,
                     "port": lambda _: print(free_port()), "tell": launcher_tell,
-                    "unlock": lambda _: unlock(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])}
+                    "unlock": lambda _: leave_folder(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])}
         if not argv or argv[0] not in commands:
             known = ", ".join(commands)
             raise InputError(f"python -m Supervisor.attempts is for the launcher and knows {known}; where the "

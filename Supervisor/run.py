@@ -13,7 +13,7 @@ import torch.distributed as dist
 from Runtime import launch, watchdog
 from Runtime.files import patiently
 from Runtime.global_batch import fix_step
-from Runtime.run_lock import TakenOver, assert_held, generations, hold, lock, run_folder, unlock
+from Runtime.run_lock import TakenOver, assert_held, generations, hold, lock, run_folder
 from Supervisor import attempts
 
 LOCK_S = 60.0  # how long rank 0 tries to write the lock while the others wait for it
@@ -94,7 +94,6 @@ def close_run(ranks, run, code):
     if ranks.token is not None:
         try:
             attempts.end(run, ranks.attempt, code, quiet=True, patience_s=LOCK_S)
-            unlock(run, ranks.token)
-            attempts.remove_refused(run)
+            attempts.leave_folder(run, ranks.token)
         except OSError as error:  # the next launch judges this attempt from its logs
             print(f"{run}: how this attempt ended could not be written: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -553,6 +554,22 @@ def test_a_first_launch_with_ranks_that_cannot_share_its_batch_is_refused(tmp_pa
     done = call(*begin_words(tmp_path, data__global_batchsize=6), "--tasks", 2)
     assert done.code == 43 and "data.global_batchsize 6 is not a multiple of data.batchsize 2 x 2" in done.err
     assert not (tmp_path / "Models/demo_om_net/lock.json").exists(), "on another host it would be in the way"
+
+
+def test_a_refused_first_start_leaves_no_folder_that_would_be_continued(tmp_path, call):
+    """By a rank, and before there is one; a folder in which somebody keeps more stays."""
+    fresh, newer = [*begin_words(tmp_path), "--fresh"], tmp_path / "Models/demo_om_net-2"
+    (tmp_path / "Models/demo_om_net/launches").mkdir(parents=True)
+    for more in (False, True):
+        mine = own(call(*fresh))
+        (newer / ("notes" if more else "rank0.stack")).touch()
+        refused = {"event": "refused", "error": "x", "phase": "data set"}
+        write_rank(newer, 0, refused, phase="data set", exit={"code": 43})
+        assert call("end", 43, **mine).code == 43 and call("unlock", **mine).code == 0
+        assert newer.exists() == more
+    shutil.rmtree(newer)
+    assert call(*fresh, "--tasks", 3, "--set", "data.global_batchsize=4").code == 43 and not newer.exists()
+    assert own(call(*begin_words(tmp_path)))["OMNIMORPH_RUN"] == str(tmp_path / "Models/demo_om_net")
 
 
 def test_a_folder_that_is_removed_while_it_trains_is_told_in_one_sentence(tmp_path, call):

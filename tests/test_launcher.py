@@ -265,8 +265,8 @@ def test_an_option_that_does_not_exist_stops_at_once_and_copies_of_volumes_do_no
         fcntl.flock(lock, fcntl.LOCK_SH)
         text = run(tmp_path, 43, rank=rank, more=["--fersh", "--set", f"data.stage={tmp_path / 'stage'}"])
         assert list((tmp_path / "stage").iterdir()) == [kept], text
-    assert ended(tmp_path) == ["stop"] and "unrecognized arguments: --fersh" in text
-    assert history(run_of(tmp_path))[-1]["cause"] == "refused"
+    assert "attempt 0: refused: rank 0" in text and "unrecognized arguments: --fersh" in text
+    assert text.endswith(" stopped after 1 rounds\n") and not run_of(tmp_path).exists(), "nor does the run's folder"
 
 
 def test_a_dry_run_is_passed_on(tmp_path):
