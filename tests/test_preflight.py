@@ -1,5 +1,6 @@
 """The preflight without Slurm: the collector on written findings, the estimate of memory, and two real ranks."""
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
+from Dataloader.dataset import read_datasets
 from Dataloader.staging import release, stage
 from Runtime.global_batch import split_step
 from Scripts.preflight import checks, collect, preflight
@@ -306,6 +308,8 @@ def test_what_a_node_needs():
                      "batches": (1 + 8 * 3) * 2 * volume, "checkpoint": 0}
     assert need(writes=True)["checkpoint"] == 12 * 10 ** 8, "weights and two moments, once"
     assert need(on_cpu=True)["rank"] - plain["rank"] == 12 * 10 ** 8, "gradients and two moments"
+    each = need(True, True, optim__moments="per_mode")
+    assert (each["rank"] - plain["rank"], each["checkpoint"]) == (28 * 10 ** 8, 28 * 10 ** 8), "two for each of 3 modes"
     alone = need(data__num_workers=0)
     assert alone["rank"] == plain["rank"] + 8 * volume, "it is the rank that holds what reading takes"
     assert alone["batches"] == (1 + 3) * 2 * volume and need(True, data__num_workers=0)["batches"] == 2 * volume
@@ -313,6 +317,21 @@ def test_what_a_node_needs():
     assert (cached["worker"], cached["batches"]) == (190 * MIB, plain["batches"] // 4)
     kept = need(data__in_memory=True, data__root="not there yet", data__expect_samples=100)
     assert kept["workers"] == 0 and kept["rank"] == plain["rank"] + (100 + 8) * volume
+
+
+def test_maps_in_memory_count_for_the_volumes_that_have_them(tmp_path):
+    make_data(tmp_path, 10, 8)
+    listed = json.loads((tmp_path / "data/dataset.json").read_text())
+    del listed["training"][0]["label"]
+    (tmp_path / "data/dataset.json").write_text(json.dumps(listed))
+
+    def kept(**changes):
+        cfg = config(tmp_path, data__in_memory=True, **changes)
+        return checks.memory_need(cfg, split_step(cfg, 1), 0, 0, True, False)["rank"], math.prod(cfg["data.img_size"])
+
+    (without, voxels), (labels, _) = kept(loss__dice=0), kept(loss__dice=1)
+    train = read_datasets(config(tmp_path), headers_only=True)[0]
+    assert labels - without == 2 * voxels * (len(train) - 1)
 
 
 @pytest.fixture

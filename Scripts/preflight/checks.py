@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from Dataloader.cache import read_manifest
-from Dataloader.dataset import batch_bytes, read_datasets
+from Dataloader.dataset import batch_bytes, read_datasets, wanted_maps
 from Dataloader.staging import copy_of, expanded
 from Diffusion.cost import training_volumes
 from Diffusion.diffuser import make_condition
@@ -42,6 +42,7 @@ TRAINING = 125 * 2 ** 20  # bytes that the smallest training adds to a preflight
 WORKER = 190 * 2 ** 20  # bytes of a loader worker before it reads anything
 READING = 8  # volumes of the training grid in float32 held while one of that size is read from its file: 7.4 measured
 SHM = Path("/dev/shm")
+MODES = 3  # at most, of a training
 VOLUMES_ALONE = ("volumes",)  # only the training knows its modes, so it judges itself whether they have their pairs
 OPEN_FILES = 4096  # enough for the sockets of all ranks and the shared-memory files of all loader workers
 # Variables that name a node's or a rank's own devices, network cards and caches: they may differ.
@@ -227,16 +228,21 @@ def memory_need(cfg, split, process, parameters, on_cpu, writes):
     count = 1 + cfg["data.prefetch_factor"] * (workers or not on_cpu)
     rank = process + TRAINING + (0 if workers else reading)
     if kept:
+        maps = wanted_maps(cfg)
         try:
             train, val, _ = read_datasets(cfg, headers_only=True, inputs=VOLUMES_ALONE)
             rank += 4 * voxels * (len(train) + len(val))
+            for volumes, kinds in ((train, maps), (val, {"label", *maps})):  # int16, as far as a volume has them
+                count = sum(bool(item[kind]) for item in volumes.items for kind in kinds)
+                rank += 2 * math.prod(cfg["data.img_size"]) * count
         except InputError:  # the training reports it; the files may arrive before it starts
             rank += 4 * voxels * cfg["data.expect_samples"]
-    # On the host: weights, gradients, two moments, the average. For a device they are initialised there.
-    rank += weights * (4 + bool(cfg["optim.average"]) if on_cpu else 1)
+    moments = 2 * (MODES if cfg["optim.moments"] == "per_mode" else 1)
+    # On the host: weights, gradients, moments, the average. For a device they are initialised there.
+    rank += weights * (2 + moments + bool(cfg["optim.average"]) if on_cpu else 1)
     return {"rank": rank, "worker": WORKER + reading, "workers": workers,
             "batches": count * batch_bytes(cfg, split.sample_batch, split.pair_batch),
-            "checkpoint": weights * (3 + bool(cfg["optim.average"])) if writes else 0}
+            "checkpoint": weights * (1 + moments + bool(cfg["optim.average"])) if writes else 0}
 
 
 def staged_bytes(cfg):
