@@ -61,7 +61,15 @@ def known_step(run, cfg):
 
 
 def fix_step(run, cfg, world_size):
-    """The step of a run: its `known_step`, or else the `new_step` of this launch; written to step.json.
+    """The `step_of` a run, written to step.json."""
+    step = step_of(run, cfg, world_size)
+    write_file(run / "step.json", json.dumps(step) + "\n")
+    # One that the config sets binds this launch's ranks.
+    return {**step, "ranks": world_size} if cfg["data.global_batchsize"] else step
+
+
+def step_of(run, cfg, world_size):
+    """The step of a run: its `known_step`, or else the `new_step` of this launch.
 
     A step that no launch has taken yet, since the first one was refused or died, binds nobody.
     Raises InputError if the step of a run that has trained is unknown.
@@ -73,9 +81,7 @@ def fix_step(run, cfg, world_size):
         raise InputError(f"{run / 'step.json'} is missing or damaged, and rank0.jsonl has no step: set "
                          "data.global_batchsize to the samples per step of this run, which are data.batchsize x the "
                          "ranks of its first launch.")
-    step = step or new_step(cfg, world_size)
-    write_file(run / "step.json", json.dumps(step) + "\n")
-    return {**step, "ranks": world_size} if total else step  # one that the config sets binds this launch's ranks
+    return step or new_step(cfg, world_size)
 
 
 def most_pairs(cfg):

@@ -58,15 +58,22 @@ def run_folder(cfg, fresh=False):
                 run.mkdir(exist_ok=not fresh)
                 break
         folders = {number: run}
-    newest, *others = folders.values()
-    run = newest
-    if others and not has_settings(newest, cfg):
-        run = next((other for other in others if has_settings(other, cfg)), newest)
-        why = f"it has these settings, {newest} has others"
-        why = "no run of this name has these settings" if run == newest else why
+    run, why = continued(list(folders.values()), cfg)
+    if why:
         print(f"{run} is continued: {why}", file=sys.stderr)
     (run / "tmp").mkdir(parents=True, exist_ok=True)
     return run
+
+
+def continued(folders, cfg):
+    """(the one of some `generations`, newest first, that a config continues; why, "" if it is plain)."""
+    newest, *others = folders
+    if not others or has_settings(newest, cfg):
+        return newest, ""
+    for other in others:
+        if has_settings(other, cfg):
+            return other, f"it has these settings, {newest} has others"
+    return newest, "no run of this name has these settings"
 
 
 def launch_files(run, name):

@@ -64,10 +64,11 @@ def bad(said="broken", **facts):
 @pytest.fixture
 def judge(tmp_path, capsys):
     """Runs the collector on findings; returns (exit code, nodes left out, rows of the table, all it printed)."""
-    def run(found, nodes=2, tasks=2, more=(), may_repeat=False, **changes):
+    def run(found, nodes=2, tasks=2, more=(), may_repeat=False, fresh=False, **changes):
         lines = [*more, *(json.dumps(finding) + "\n" for finding in found.values())]
         names = [f"n{number}" for number in range(1, nodes + 1)]
-        code = collect.collect(lines, config(tmp_path, **changes), names, tasks, 50, time.monotonic(), may_repeat)
+        code = collect.collect(lines, config(tmp_path, **changes), names, tasks, 50, time.monotonic(), may_repeat,
+                               fresh)
         output, printed = capsys.readouterr()
         assert output.startswith("EXCLUDED=") and output.count("\n") == 1
         rows = [re.split(r"  +", line) for line in printed.splitlines()]
@@ -199,6 +200,18 @@ def test_after_a_second_exclusion_the_step_is_that_of_the_ranks_asked_for(judge,
     monkeypatch.setenv("RANKS_ASKED", asked)
     code, out, _, printed = judge(spoil(healthy(3), ((4,), "memory", bad())), 3)
     assert (code, out) == (75, "n3") and f"4 ranks on n1, n2 do the {said}" in printed
+
+
+def test_after_an_exclusion_a_run_that_is_continued_has_its_own_step(judge, tmp_path):
+    """Of 6 ranks one is gone; 5 share the 6 batches of a new run as 3, but the 8 of a run that 8 began as 4."""
+    run = tmp_path / "Models/demo_om_net"
+    (run / "tmp").mkdir(parents=True)
+    (run / "tmp/0001_step0001_net.pth").touch()
+    cfg = config(tmp_path)
+    (run / "step.json").write_text(json.dumps({"samples": 8 * cfg["data.batchsize"], "pairs": 8, "ranks": 8,
+                                               "ratio": cfg["data.diff_reg_batch_ratio"]}))
+    said = [judge(spoil(healthy(6, 1), ((5,), "memory", bad())), 6, 1, fresh=fresh)[3] for fresh in (False, True)]
+    assert ["(4 x 1 of them" in said[0], "(3 x 1 of them" in said[1]] == [True, True], said
 
 
 def test_two_processes_that_are_one_rank(judge):

@@ -4,6 +4,7 @@
 if the check could not run), said (the result), do (advice), and facts.
 """
 import collections
+import contextlib
 import json
 import os
 import shutil
@@ -15,8 +16,10 @@ from pathlib import Path
 from Report.page import text_table
 from Runtime.errors import DONE, STOP, InputError, ranges
 from Runtime.files import write_file
-from Runtime.global_batch import new_step, usable
+from Runtime.global_batch import new_step, step_of, usable
+from Runtime.run_lock import continued, generations
 from Scripts.preflight.checks import CHECKS, OF_THE_NODE, skipped
+from Supervisor.attempts import run_of_job, was_requeued
 
 # Exit codes beside those of Runtime/errors.py
 GO_ON = 75  # without the nodes in EXCLUDED
@@ -24,11 +27,11 @@ AGAIN = 76  # check once more: the fault may have been a stall
 MOST_NODES = 6  # that a row of the table names
 
 
-def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
+def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False, fresh=False):
     """Read findings to the end, judge them, print the table, write the report.
 
     stream: lines of all tasks. tasks: on each node. limit: seconds since `began` (time.monotonic) that all of it may
-    take. may_repeat: whether a failure that may pass gives AGAIN. Returns: exit code.
+    take. may_repeat: whether a failure that may pass gives AGAIN. fresh: as in the training. Returns: exit code.
     """
     tell(f"{many(len(nodes), 'node')} x {many(tasks, 'rank')}, at most {limit:.0f} s")
     findings = read_findings(stream, len(nodes) * tasks, began)
@@ -38,7 +41,7 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
     bad = [node for number, node in enumerate(nodes) if any(
         finding["ok"] is False for rank in range(number * tasks, (number + 1) * tasks)
         for finding in findings[rank].values())]
-    code, excluded, sentence = decide(cfg, nodes, tasks, bad, rows)
+    code, excluded, sentence = decide(cfg, nodes, tasks, bad, rows, fresh)
     # No answer instead of a wrong one may have been a stall of a file system or of the network.
     stalled = any(finding["ok"] is False and (finding.get("passing") or finding.get("unreachable")
                                               or finding.get("waits_for"))
@@ -308,8 +311,18 @@ def add_rows(rows, state, of_check):
         rows.append([of_check[0]["check"], state, where, ranges(ranks), said.removeprefix("skipped: "), do])
 
 
-def decide(cfg, nodes, tasks, bad, rows):
-    """(exit code, nodes to leave out, one sentence)."""
+def step_of_launch(cfg, asked, fresh):
+    """The step that the next round will have with `asked` ranks: that of the run which it continues, or a new one."""
+    with contextlib.suppress(OSError):  # the round will wait for a file system that does not answer
+        runs = [] if fresh else list(generations(cfg).values())
+        run = os.environ.get("OMNIMORPH_RUN") or was_requeued() and run_of_job(cfg) or runs and continued(runs, cfg)[0]
+        if run:
+            return step_of(Path(run), cfg, asked)
+    return new_step(cfg, asked)
+
+
+def decide(cfg, nodes, tasks, bad, rows, fresh):
+    """(exit code, nodes to leave out, one sentence). fresh: whether a new run begins."""
     if not bad:
         return DONE, [], f"passed on {many(len(nodes), 'node')} x {many(tasks, 'rank')}"
     check, _, where, ranks, said, do = next(row for row in rows if row[1] == "FAILED")
@@ -320,7 +333,7 @@ def decide(cfg, nodes, tasks, bad, rows):
     # The step is that of the ranks asked for, as when the round begins: an earlier preflight may have left out nodes.
     asked = max(int(os.environ.get("RANKS_ASKED") or 0), len(nodes) * tasks)
     try:
-        used, each = usable(cfg, new_step(cfg, asked), len(good), tasks)
+        used, each = usable(cfg, step_of_launch(cfg, asked, fresh), len(good), tasks)
     except InputError as error:
         return STOP, [], f"stop: {', '.join(bad)} failed, {', '.join(good)} well, but {error} {cause}."
     idle = f" ({used} x {each} of them, more cannot share it evenly)" if used * each < len(good) * tasks else ""

@@ -38,6 +38,7 @@ def parse_arguments(argv=None):
     side.add_argument("--collect", action="store_true", help="read the findings of all ranks, judge them")
     parser.add_argument("--config", required=True)
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--fresh", action="store_true", help="the training begins a new run")
     parser.add_argument("--may-repeat", action="store_true", help="exit with 76 if a second check may pass")
     parser.add_argument("--allow-tmp", action="store_true", help="run.models and run.logs may be under /tmp")
     return parser.parse_known_args(argv)[0]
@@ -164,7 +165,7 @@ def main(argv=None):
     try:
         cfg = load_config(args.config, args.overrides)
         from Scripts.preflight.collect import collect  # here, since torch loads slowly
-        return collect(sys.stdin, cfg, *place(), began, args.may_repeat)
+        return collect(sys.stdin, cfg, *place(), began, args.may_repeat, args.fresh)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
