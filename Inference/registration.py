@@ -60,7 +60,7 @@ from Inference.labels import apply_field
 from Inference.load_model import changed_config, loaded
 from Inference.refine import correlation_under, pair_at_level
 from Inference.refine import refine as optimise
-from Inference.scores import pair_scores
+from Inference.scores import pair_scores, whole_with_rim
 from Runtime import memory
 from Runtime.device import own_settings, pick_device, synchronize
 from Runtime.errors import InputError, MemoryShort
@@ -300,9 +300,7 @@ def shown_part(fixed, moving, field):
     the voxels to which nothing beyond contributes. field: (N, *fixed) in voxels.
     """
     scanned = without_padding(without_filler(moving))
-    affine = scanned.affine.copy()
-    affine[:3, 3] -= affine[:3, :len(field)].sum(1)  # of the ones with a rim of zeros
-    seen = apply_field(np.pad(np.ones(scanned.array.shape, np.float32), 1), affine, field, fixed.affine)
+    seen = apply_field(*whole_with_rim(scanned.array.shape, scanned.affine), field, fixed.affine)
     covered = 100.0 * float((seen[unpadded_box(fixed)] > 0.5).mean())
     if moving.mask is not None:
         return covered, apply_field(moving.mask, moving.affine, field, fixed.affine, order=0)

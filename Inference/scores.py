@@ -38,12 +38,18 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, judged, device="c
     fixed, warped, field = fixed.every(step), warped[(slice(None, None, step),) * warped.ndim], every(field, step)
     by_header = np.zeros_like(field)
     before = apply_field(moving.array, moving.affine, by_header, fixed.affine)
-    if moving.mask is None or (moving.mask > 0).all():
-        known, order, source = np.ones(moving.array.shape, np.uint8), 0, moving.array
+    is_whole = moving.mask is None or (moving.mask > 0).all()
+    if is_whole:
+        known, least, source = whole_with_rim(moving.array.shape, moving.affine), 0.5, moving.array
     else:  # interpolated like the image, so that voxels partly outside the mask do not count; its 0 is outside too
-        known, order, source = (moving.mask > 0).astype(np.float32), 1, moving.array[moving.mask > 0]
-    seen_before, seen = (apply_field(known, moving.affine, each, fixed.affine, order=order) > 0.999
-                         for each in (by_header, field))
+        known, least = ((moving.mask > 0).astype(np.float32), moving.affine), 0.999
+        source = moving.array[moving.mask > 0]
+    parts = [apply_field(*known, each, fixed.affine) for each in (by_header, field)]
+    seen_before, seen = (part > least for part in parts)
+    if is_whole:  # the outer half voxel counts, where `apply_field` fades to the lowest intensity
+        low = moving.array.min()
+        before, warped = (low + (image - low) / np.maximum(part, least)
+                          for image, part in zip((before, warped), parts))
     scores, body = image_scores(fixed.array, source, before, warped, seen_before, seen, fixed.mask, device)
     scores["stretched_percent"] = stretched_percent(field, np.linalg.inv(fixed.affine) @ matrix @ fixed.affine, body)
     scores.update(field_scores(field, body), **affine_scores(matrix, len(field), fixed.affine),
@@ -55,6 +61,13 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, judged, device="c
                                      moving.every(moving_step).affine, body, moving_step))
     scores["verdict"], scores["reason"] = judge({**scores, **judged})
     return scores
+
+
+def whole_with_rim(shape, affine):
+    """What a volume of this shape covers, for `apply_field`: ones with a rim of a voxel of zeros; its affine 4x4."""
+    affine = affine.copy()
+    affine[:3, 3] -= affine[:3, :len(shape)].sum(1)
+    return np.pad(np.ones(shape, np.float32), 1), affine
 
 
 def every(field, step):

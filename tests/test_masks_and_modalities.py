@@ -404,7 +404,7 @@ def test_one_skull_stripped_volume_counts_only_where_it_shows_something(stripped
 
 def test_a_mask_too_thin_to_count_is_one_sentence():
     """On the isotropic grid no voxel lies wholly within one thick slice: nothing moved, without a word."""
-    volume, thin = (make_subject(7, SIZE)["image"], np.diag([0.5, 0.5, 4, 1])), np.zeros(SIZE)
+    volume, thin = (make_subject(7, SIZE)["image"], np.diag([0.5, 0.5, 3.7, 1])), np.zeros(SIZE)
     thin[:, :, 14] = 1
     with pytest.raises(InputError, match="fixed: no voxel of the grid .* lies wholly in its mask"):
         register(volume, volume, affine=False, refine=1, fixed_mask=thin)

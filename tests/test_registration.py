@@ -202,12 +202,23 @@ def test_working_grids():
     image = np.random.default_rng(0).random((40, 36, 8)).astype(np.float32)
     work, grid = working_grid(image, affine, settings(), False)
     np.testing.assert_allclose(np.linalg.norm(grid[:3, :3], axis=0), 1.0)
-    assert work.shape == (20, 18, 32), "voxels of the geometric mean, over the same field of view"
+    assert work.shape == (20, 18, 29), "voxels of the geometric mean, between the centres of the outermost ones"
     work, grid = working_grid(image, affine, settings([16, 24, 16], 1.5), True)
     assert work.shape == (16, 24, 22) and np.allclose(np.linalg.norm(grid[:3, :3], axis=0), 1.5)
     work, grid = working_grid(image, affine, settings([16, 24, 16], 0), True)
     assert work.shape == (16, 24, 16) and np.allclose(np.linalg.norm(grid[:3, :3], axis=0), 2.0)
     np.testing.assert_allclose(grid @ [7.5, 11.5, 7.5, 1], affine @ [19.5, 17.5, 3.5, 1], atol=1e-9)
+
+
+@pytest.mark.parametrize("low, voxels", [(0.0, 0.02), (-1000.0, 0.5)])
+def test_the_rim_of_thick_slices_is_no_anatomy(low, voxels, monkeypatch):
+    """A volume and a part of it stay where they are, also where 0 is not the lowest intensity of a large one."""
+    monkeypatch.setattr(grids, "MOST_VOXELS", 10_000 if low else grids.MOST_VOXELS)
+    image, affine = low + 1000 * make_subject(4, (40, 36, 12))["image"], np.diag([1.0, 1.0, 5.0, 1.0])
+    part = affine.copy()
+    part[2, 3] = 10.0
+    found = register((image[..., 2:10], part), (image, affine), refine=30)
+    assert np.abs(found.field).max() < voxels
 
 
 @apart_is_said_elsewhere
