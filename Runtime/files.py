@@ -109,6 +109,15 @@ def write_file(path, content):
         replace(partial, path)
 
 
+def save_array(path, array):
+    """Write an array as .npy, like `write_file`, whose OSError np.save to an open file would leave without a reason."""
+    import numpy as np  # here: the launcher needs no numpy
+
+    content = io.BytesIO()
+    np.save(content, array)
+    write_file(path, content.getbuffer())
+
+
 @contextlib.contextmanager
 def beside(path):
     """The partial file of `path` (see `partial_path`), which is gone afterwards. An OSError names `path` instead."""

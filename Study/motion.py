@@ -19,7 +19,7 @@ from Report.charts import grid, line_chart
 from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError, MemoryShort
-from Runtime.files import sha256, write_file
+from Runtime.files import save_array, sha256
 from Study.common import aligned, end, finished_row, locked, write_study_page, write_table
 from Study.thumbnails import gallery_html, thumbnail
 
@@ -112,7 +112,7 @@ def align_block(out, series, options, entry, folder, earlier):
         frames.append({"frame": number, "matrix": found.matrix.tolist(), "similarity": found.similarity,
                        "similarity_before": found.similarity_before, "verdict": found.verdict, "reason": found.reason})
     path = folder / f"{entry['name']}.npy"
-    write_file(path, lambda file: np.save(file, np.stack(volumes, -1)))
+    save_array(path, np.stack(volumes, -1))
     bad = [frame for frame in frames if frame["verdict"] == "failed"]
     reason = f"frame {bad[0]['frame']}: {bad[0]['reason']}" if bad else ""
     row = {"name": entry["name"], "folder": str(folder), "frames": frames, "verdict": "failed" if bad else "ok",

@@ -43,7 +43,7 @@ from Report.page import table_html
 from Runtime import __version__
 from Runtime.device import pick_device
 from Runtime.errors import InputError, attempt
-from Runtime.files import write_file
+from Runtime.files import save_array, write_file
 from Study import common
 from Study.thumbnails import gallery_html, thumbnail
 
@@ -222,7 +222,7 @@ def onto_template(out, options, last_round, before, pair, folder, earlier):
         raise InputError(f"{pair['moving']}: a segmentation; give its image.")
     rest = without_affine(found.field, found.matrix, found.fixed.affine)
     paths = [folder / DEFORMATION]
-    write_file(paths[0], lambda file: np.save(file, rest))
+    save_array(paths[0], rest)
     if isinstance(found.weights, tuple):
         paths.append(folder / WEIGHTS)
         array, affine = found.weights
@@ -353,7 +353,7 @@ def moved(row, middle):
     """A row after the template has moved: its matrix and the whole map in field.npy, (N, *size), lead from there."""
     inner = (0, ..., *(slice(middle["margin"], -middle["margin"]) for _ in middle["way"].shape[2:]))
     field = centred_field(row, middle)[inner].numpy()
-    write_file(Path(row["folder"]) / FIELD, lambda file: np.save(file, field))
+    save_array(Path(row["folder"]) / FIELD, field)
     return {**row, "matrix": (np.array(row["matrix"]) @ middle["before"]).tolist()}
 
 

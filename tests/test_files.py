@@ -68,6 +68,16 @@ def test_a_full_disk_names_the_file_that_was_wanted(tmp_path, write, link):
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
 
 
+def test_a_disk_that_becomes_full_in_the_middle_of_an_array_says_so(tmp_path):
+    program = ("import resource, signal, sys\nimport numpy as np\nfrom Runtime.files import save_array\n"
+               "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (40000, resource.RLIM_INFINITY))\n"
+               "try:\n    save_array(sys.argv[1], np.zeros(10000))\n"
+               "except OSError as error:\n    print(error.errno, error.filename)")
+    done = launching.run([sys.executable, "-c", program, str(tmp_path / "field.npy")], cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, f"{errno.EFBIG} {tmp_path / 'field.npy'}\n"), done.stderr
+
+
 def test_a_file_beside_that_cannot_be_written_names_the_file_that_was_wanted(tmp_path):
     """Nor can it be removed, as on a read-only file system."""
     path = tmp_path / "file"
