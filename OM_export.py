@@ -25,7 +25,17 @@ from Inference.choices import EXPORTED, HUB, no_model
 from Report.page import markdown_table
 from Runtime.config import modes_of, overridden
 from Runtime.errors import DONE, InputError, parse_options, run_program
-from Runtime.files import beside, is_unedited, replace, require_apart, sha256, signed, write_file, write_flushed
+from Runtime.files import (
+    beside,
+    is_unedited,
+    remove_leftovers,
+    replace,
+    require_apart,
+    sha256,
+    signed,
+    write_file,
+    write_flushed,
+)
 from Runtime.manifest import LOST, read_manifest
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
@@ -274,6 +284,7 @@ def export(model, out=None, licence=None, overrides=()):
     require_apart([folder / CONFIG], lambda path: page.is_file() and sha256(path).encode() in page.read_bytes())
     require_apart([target], is_export)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)  # of an export that was killed
     about = about_run(source, state)
     licence = licence or (PUBLISHED_LICENCE if state.get("published") else UNSTATED)
     digest = write_weights(target, state.get("ema") or state["model"], config, about["commit"], licence)

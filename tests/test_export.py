@@ -3,6 +3,7 @@ import functools
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -109,7 +110,10 @@ def test_a_file_that_was_edited_or_is_not_of_an_export_is_not_replaced(tmp_path,
     path.write_bytes(before)
     assert "MIT" not in page.read_text() and load_model(target)
     (page.parent / "config.json").unlink()  # an export was killed before it wrote it again
+    half = partial_path(target).with_name(f".{target.name}.tmp-{socket.gethostname()}-999999999")
+    half.write_bytes(b"half")  # of a process that is gone
     OM_export.export(run)
+    assert not half.exists()
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / name).write_text("{}")
     with pytest.raises(InputError, match=name):
