@@ -155,12 +155,26 @@ def write_weights(path, weights, config, commit, licence):
     with beside(path) as partial:
         # Clones, because safetensors refuses tensors that share memory.
         clones = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
-        write_flushed(partial, save(clones, metadata))
+        write_flushed(partial, with_metadata_in_order(save(clones, metadata)))
         with safe_open(partial, "pt") as file:
             if weights_sha256({name: file.get_tensor(name) for name in file.keys()}) != digest:
                 raise OSError(f"{path} reads back differently")
         replace(partial, path)
     return sha256(path)
+
+
+def with_metadata_in_order(content):
+    """The bytes of a .safetensors file with its metadata sorted, so that one network has one SHA-256.
+
+    `safetensors.torch.save` writes metadata in a random order. The header is the length of a JSON object in 8 bytes,
+    and that object, padded to a multiple of 8.
+    """
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join((len(text).to_bytes(8, "little"), text, memoryview(content)[end:]))
 
 
 def is_export(path):

@@ -82,7 +82,14 @@ def test_the_program_writes_the_same_weights_and_a_card(tmp_path):
 
 
 def test_the_file_says_what_it_is(tmp_path):
+    """The same at each export, with text beyond ASCII in it."""
     run, weights = make_run(tmp_path, changed=True)
+    exports = [OM_export.export(run, tmp_path / str(number), "Café") for number in range(5)]
+    assert len({(sha256(target), sha256(page)) for target, page in exports}) == 1
+    assert int.from_bytes(exports[0][0].read_bytes()[:8], "little") % 8 == 0
+    with safetensors.safe_open(exports[0][0], "pt") as file:
+        assert file.metadata()["license"] == "Café"
+        assert same({name: file.get_tensor(name) for name in weights}, weights)
     target, page = OM_export.export(run, tmp_path / "given away")
     assert target.parent == page.parent == tmp_path / "given away"
     with safetensors.safe_open(target, "pt") as file:
