@@ -14,7 +14,7 @@ from Dataloader.formats import is_itk
 from Dataloader.nifti import READ_ERRORS, checked_image, open_nifti, read_affine, read_numbers, write_volume
 from Diffusion.metrics import average
 from Inference.bids import drop_copies, require_own_bids, split_name
-from Inference.results import do_all
+from Inference.results import do_all, write_results
 from Report.charts import grid, line_chart
 from Report.page import table_html
 from Runtime.device import pick_device
@@ -49,6 +49,7 @@ def motion(args):
              "pass_2/results.json"]
     with locked(args.out, "motion", names, [args.series]) as out:
         drop_copies(out)
+        write_results(out, [], [], settings, complete=False)  # its volumes are of no finished run until the end
         first = int(args.reference) if args.reference.isdecimal() else count // 2
         write_volume(out / "reference.nii.gz", frame_of(args.series, first), affine)
         passes = 2 if args.reference == "mean" else 1

@@ -1,6 +1,8 @@
 """All results on one page, and a series whose motion is known."""
 import json
+import os
 import shutil
+import signal
 
 import nibabel
 import numpy as np
@@ -247,6 +249,23 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
     write_volume(tmp_path / "cine.nii.gz", np.stack([image[..., :1]] * 3, -1), AFFINE)
     assert run("motion", "--series", tmp_path / "cine.nii.gz", "--out", tmp_path / "out") == 43
     assert "(D, H, W, frames); series of slices are not supported." in capsys.readouterr().err
+
+
+def test_a_run_that_is_broken_off_is_not_complete_and_keeps_its_frames(tmp_path, monkeypatch, capsys):
+    image = make_subject(0, (12, 13, 11))["image"]
+    write_volume(tmp_path / "bold.nii.gz", np.stack([image, image[::-1]], -1), AFFINE)
+    words = ["motion", "--series", tmp_path / "bold.nii.gz", "--device", "cpu", "--out", tmp_path / "out"]
+    assert run(*words) == 0
+    reference = (tmp_path / "out/reference.nii.gz").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(motion, "do_all", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        assert run(*words, "--again") == 130
+    assert (tmp_path / "out/reference.nii.gz").read_bytes() != reference
+    assert not read_results(tmp_path / "out")["complete"]
+    capsys.readouterr()
+    assert run(*words) == 0 and capsys.readouterr().err.count("keeping 1 of 1 blocks") == 2
+    assert (tmp_path / "out/reference.nii.gz").read_bytes() == reference
+    assert read_results(tmp_path / "out")["complete"]
 
 
 def test_frames_that_could_not_be_aligned_do_not_count_in_the_mean(tmp_path):
