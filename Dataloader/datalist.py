@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import stat
 import sys
 from pathlib import Path
 
@@ -332,12 +333,7 @@ def _volumes_under(base):
     so that a folder inside `base` keeps its own name. Raises InputError for broken links.
     """
     paths, lost, seen, tops, root = [], [], set(), [str(base)], os.path.realpath(base) + os.sep
-
-    def unreadable(error):
-        raise InputError(f"{error.filename}: this folder cannot be read ({error.strerror}); have its permissions "
-                         "corrected, or move it out of the data set.") from None
-
-    walks = (os.walk(top, onerror=unreadable) for top in tops)
+    walks = (os.walk(top, onerror=lambda error: _unreadable(error.filename, error)) for top in tops)
     for folder, inner, names in itertools.chain.from_iterable(walks):
         real = os.path.realpath(folder)
         # A link's own name hides that of the folder; links to BIDS folders of elsewhere are wanted.
@@ -372,6 +368,11 @@ def _volumes_under(base):
     names = set(map(_stem, nifti))
     return nifti, [path for path in paths if not ends_in(path, NIFTI) and path.is_file() and _stem(path) not in names
                    and not is_named_segmentation(path) and path.parent.name != "mri"]
+
+
+def _unreadable(folder, error):
+    raise InputError(f"{folder}: this folder cannot be read ({error.strerror}); have its permissions corrected, or "
+                     "move it out of the data set.") from None
 
 
 def _without_results(paths, above):
@@ -441,11 +442,17 @@ def _of_same_name(folder, image, listed, channels):
 
 
 def _is_file(path, listed):
-    """Whether a file exists. listed: gives the Folder of a path, each listed once."""
+    """Whether a file exists. listed: gives the Folder of a path, each listed once. Raises InputError if this user may
+    not look."""
     folder = listed(path.parent)
     if folder.files and (path.name in folder.files or sys.platform not in ("darwin", "win32")):
         return path.name in folder.files
-    return os.path.isfile(path)  # the folder cannot be listed, or the system finds other spellings too
+    try:  # the folder cannot be listed, or the system finds other spellings too
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except PermissionError as error:
+        _unreadable(path.parent, error)
+    except (OSError, ValueError):
+        return False
 
 
 def _label_places(root, folder, listed):

@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from Dataloader.datalist import (
     volume_id,
 )
 from Runtime.errors import InputError
+from tests.tiny import ROOT
 
 
 def write(path, shape=(4, 5, 6)):
@@ -632,6 +635,27 @@ def test_images_on_a_disk_that_is_not_there_are_missed(tmp_path):
     (tmp_path / "images").symlink_to("/nowhere/images")
     with refused("images: this folder cannot be read"):
         read_datalist(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="such permissions are not everywhere")
+@pytest.mark.parametrize("names, listed, closed", [
+    ("imagesTr/a.nii.gz labelsTr/a.nii.gz", None, "labelsTr"),
+    ("images/a.nii.gz labels/a.nii.gz", None, "labels"),
+    ("imagesTr/a.nii.gz masksTr/a.nii.gz", None, "masksTr"),
+    ("imagesTr/a.nii.gz labelsTr/a.nii.gz", [{"image": "imagesTr/a.nii.gz", "label": "labelsTr/a.nii.gz"}], "labelsTr"),
+    ("imagesTr/a.nii.gz", None, "imagesTr")])
+def test_a_folder_that_this_user_may_not_enter_is_not_a_missing_one(names, listed, closed):
+    program = ("import encodings.utf_8_sig, os, sys\nfrom Dataloader.datalist import read_datalist\n"
+               "if os.geteuid() == 0:\n    os.setuid(65534)  # root may read everything\n"
+               "try:\n    read_datalist(sys.argv[1])\nexcept ValueError as error:\n    print(error)")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        make(Path(folder), names, listed)
+        (Path(folder) / closed).chmod(0)
+        done = subprocess.run([sys.executable, "-c", program, folder], cwd=ROOT, capture_output=True, text=True)
+        (Path(folder) / closed).chmod(0o755)
+    assert done.stdout == (f"{folder}/{closed}: this folder cannot be read (Permission denied); have its permissions "
+                           "corrected, or move it out of the data set.\n"), done.stderr
 
 
 def test_files_of_a_folder_whose_listing_breaks_off_are_found(tmp_path, monkeypatch):
