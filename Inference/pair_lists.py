@@ -148,8 +148,8 @@ def read_pairs_to_score(path):
     for entry in content["failed"]:
         print(f"warning: {path}: {entry['name']} was not registered and is not scored ({entry['reason']})",
               file=sys.stderr)
-    if not content["complete"]:
-        print(f"warning: {path}: the registration did not finish; run it again to continue", file=sys.stderr)
+    for sentence in said_if_unfinished(path, content):
+        print(f"warning: {sentence}", file=sys.stderr)
     pairs, settings = [], content["settings"]
     resampled, carried = settings.get("resample_labels", False), settings.get("labels", "smooth")
     keys = {"fixed_label": "fixed_label", "moving_label": "moving_label", "points": "fixed_points",
@@ -161,6 +161,13 @@ def read_pairs_to_score(path):
                       "resample": Path(row["moving"]) if resampled else None,
                       "written": (path.parent, {relative: with_slashes(row["files"])[relative]})})
     return pairs, settings["config"]["model.dims"]
+
+
+def said_if_unfinished(source, results):
+    """A list with a sentence if the run did not finish that left these results; else an empty one. source: their path.
+    results: of `read_results`, or the content of results.json."""
+    doing = "run" if "program" in (results["settings"] or {}) else "registration"
+    return [] if results["complete"] else [f"{source}: the {doing} did not finish; run it again to continue"]
 
 
 def _read_list(path, columns):

@@ -61,11 +61,12 @@ def volumes_of(sources, ids="", pattern="", known=()):
     return items
 
 
-def write_study_page(path, title, lead, cards, rows, failed, sections):
+def write_study_page(path, title, lead, cards, rows, failed, sections, warnings=()):
     """Headline results, then subjects left out, verdicts that are not ok and all warnings, then the sections, whose
-    tables can be sorted. Returns: the page's path."""
+    tables can be sorted. warnings: sentences about no single row. Returns: the page's path."""
     said = [("failed", "left out", f"{entry['name']}: {entry['reason']}") for entry in failed]
     said += [(row["verdict"], row["verdict"], f"{row['name']}: {row['reason']}") for row in rows if row.get("reason")]
+    said += [("doubtful", "warning", sentence) for sentence in warnings]
     said += [("doubtful", "warning", sentence) for row in rows for sentence in row["warnings"]]
     top = cards_html(cards) + findings_html(said)
     lead = f"{lead} Pictures of volumes show the patient's right on the left in coronal and axial slices."

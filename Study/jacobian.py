@@ -9,6 +9,7 @@ treats both scans in the same way, so swapping them only changes the sign. With 
 smaller (Reuter et al., "Within-subject template estimation for unbiased longitudinal image analysis", NeuroImage 2012).
 """
 import functools
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import exponential, jacobian_determinant, then_affine
 from Inference.labels import apply_field, apply_label, label_on, without_affine
 from Inference.outputs import scores_of
+from Inference.pair_lists import said_if_unfinished
 from Inference.results import do_all, read_results
 from Inference.verdict import VERDICTS, judge
 from Report.page import table_html
@@ -83,6 +85,8 @@ def of_results(args):
     if any(row.get("start") == "field" for row in rows) and earlier["version"] in NO_AFFINE_OF_FIELDS:
         raise InputError(f"{args.results}: OmniMorph {earlier['version']} did not store the affine part of a "
                          "registration that starts from a field; register the subjects again.")
+    for sentence in said_if_unfinished(args.results, earlier):
+        print(f"warning: {sentence}", file=sys.stderr)
     targets = sorted({row["fixed"] for row in rows})
     if len(targets) > 1:
         raise InputError(f"{args.results}: registered to {targets[0]} and to {targets[1]}; maps are compared on one "

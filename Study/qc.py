@@ -5,6 +5,7 @@ deviations (1.48 median absolute deviations) from the median, on its bad side.
 """
 import functools
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from Dataloader.nifti import read_label, read_numbers, read_volume
 from Dataloader.volume import dims_of
 from Inference.labels import apply_field
+from Inference.pair_lists import said_if_unfinished
 from Inference.results import do_all, read_results
 from Inference.scores import COLUMNS, heading, in_range
 from Inference.verdict import FOLDED_PERCENT, OUTLIER, VERDICTS, judge_list, spread_of
@@ -31,7 +33,9 @@ BRIGHT = 0.3  # of the range of a fixed volume: the outline at this intensity re
 
 def qc(args):
     """`omnimorph qc`; returns the exit code."""
-    rows, failed = all_rows(args.results)
+    rows, failed, unfinished = all_rows(args.results)
+    for sentence in unfinished:
+        print(f"warning: {sentence}", file=sys.stderr)
     names = ["qc.html", "qc.tsv", *(f"thumbnails/{picture_of(row['name'])}" for row in rows)]
     with locked(args.out, "qc", names) as out:
         settings = {"program": "qc"}
@@ -41,15 +45,16 @@ def qc(args):
         drawn, undrawn = do_all(out, tasks, draw, settings, args.workers, "drawing", "subject", args.again)
         # Pictures are kept from an earlier run, numbers are not: outliers depend on all subjects of now.
         drawn = [{"labels": {}, **numbers_of(now[row["name"]]), **{key: row[key] for key in DRAWN}} for row in drawn]
-        page = write_qc_page(out, drawn, failed + undrawn, args)
+        page = write_qc_page(out, drawn, failed + undrawn, unfinished, args)
         counts = {f"verdict_{word}": sum(row["verdict"] == word for row in drawn) for word in VERDICTS}
         return end(out, drawn, failed + undrawn, settings, page, args.strict,
                    {**counts, "outliers": sum(bool(row["outlier"]) for row in drawn)})
 
 
 def all_rows(sources):
-    """The rows of several folders of results, judged and with unique names; and the entries that had failed."""
-    rows, failed = [], []
+    """The rows of several folders of results, judged and with unique names; the entries that had failed; a sentence for
+    each run that did not finish."""
+    rows, failed, unfinished = [], [], []
     for source in map(Path, sources):
         folder = source if source.is_dir() else source.parent
         earlier = read_results(folder)
@@ -57,6 +62,7 @@ def all_rows(sources):
         if not found and not earlier["failed"]:
             raise InputError(f"{source}: no results.json with results; give the --out of register, template or "
                              "segment.")
+        unfinished += said_if_unfinished(source, earlier)
         judged = judge_list(found) if all("similarity" in row for row in found) else found
         prefix = f"{Path(os.path.abspath(folder)).name}/" if len(sources) > 1 else ""  # "." too has a name
         failed += [{**entry, "name": prefix + entry["name"]} for entry in earlier["failed"]]
@@ -67,7 +73,7 @@ def all_rows(sources):
     names = [row["name"] for row in rows]
     if len(set(names)) < len(names):
         raise InputError(f"{sources[0]}: two of the folders have the same name and subject; give them one by one.")
-    return rows, failed
+    return rows, failed, unfinished
 
 
 def outlier_of(row, rows):
@@ -129,7 +135,7 @@ def numbers_of(row):
     return {key: value for key, value in row.items() if key not in DRAWN}
 
 
-def write_qc_page(out, rows, failed, args):
+def write_qc_page(out, rows, failed, unfinished, args):
     """Write qc.html and qc.tsv, the worst first. Returns: the page's path."""
     rows = sorted(rows, key=lambda row: (-VERDICTS.index(row["verdict"]), -row["outlier_z"]))
     columns = [key for key in dict.fromkeys([*COLUMNS, *BAD_SIDE]) if any(row.get(key) is not None for row in rows)]
@@ -151,4 +157,4 @@ def write_qc_page(out, rows, failed, args):
                  "labels or the outline of the fixed volume in orange and the warped labels in blue. A segmented image "
                  "shows its labels, with their doubt in red.</p>\n")]
     lead = f"{len(rows)} results of {', '.join(map(str, args.results))}."
-    return write_study_page(out / "qc.html", "Quality control", lead, cards, rows, failed, sections)
+    return write_study_page(out / "qc.html", "Quality control", lead, cards, rows, failed, sections, unfinished)

@@ -131,6 +131,9 @@ def test_results_of_two_templates_and_of_an_early_version_are_refused(results, c
     (place / "reg/results.json").write_text(json.dumps(content))
     assert run("--results", place / "reg", "--out", place / "out") == 43
     assert "maps are compared on one grid" in capsys.readouterr().err
+    (place / "reg/results.json").write_text(json.dumps({**content, "complete": False}))
+    assert run("--results", place / "reg", "--out", place / "out") == 43
+    assert f"warning: {place}/reg: the registration did not finish; run it" in capsys.readouterr().err
     for version, said in (("1.2.0", "OmniMorph 1.2.0 did not store the affine part"), ("1.10.0", "on one grid")):
         content["pairs"][0]["start"], content["version"] = "field", version
         (place / "reg/results.json").write_text(json.dumps(content))

@@ -115,6 +115,19 @@ def test_verdicts_and_outliers_are_those_of_all_results_of_now(tmp_path, capsys)
     assert (counts["verdict_failed"], counts["failed"]) == (1, 1)  # the second is lost.nii.gz, which is left out
 
 
+@pytest.mark.parametrize("settings, what", [(None, "registration"), ({"program": "segment"}, "run")])
+def test_results_of_a_run_that_did_not_finish_are_said_to_be_of_one(tmp_path, settings, what, capsys):
+    write_results(tmp_path, 2, (10, 11, 9))
+    content = json.loads((tmp_path / "reg/results.json").read_text())
+    said = f"{tmp_path}/reg: the {what} did not finish; run it again to continue"
+    for complete in (False, True):
+        content.update(complete=complete, settings=settings)
+        (tmp_path / "reg/results.json").write_text(json.dumps(content))
+        run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc")
+        assert (f"warning: {said}\n" in capsys.readouterr().err) is not complete
+        assert (said in (tmp_path / "qc/qc.html").read_text()) is not complete
+
+
 def test_a_registration_that_shows_nothing_of_the_moving_volume_keeps_its_row(tmp_path):
     write_results(tmp_path, 2)
     write_volume(tmp_path / "reg/all/warped.nii.gz", np.full(SIZE, 0.4, np.float32), AFFINE)
