@@ -23,7 +23,7 @@ from Diffusion.fields import exponential, jacobian_determinant, then_affine
 from Inference.labels import apply_field, apply_label, label_on, without_affine
 from Inference.outputs import scores_of
 from Inference.pair_lists import said_if_unfinished
-from Inference.results import do_all, read_results
+from Inference.results import damage, do_all, read_results
 from Inference.verdict import VERDICTS, judge
 from Report.page import table_html
 from Runtime.device import pick_device
@@ -100,23 +100,29 @@ def of_results(args):
     label = args.labels or rows[0].get("fixed_label") or (beside if beside.is_file() else None)
     entries = [{"name": row["name"], "field": Path(row["folder"]) / "field.nii.gz", "fixed": Path(targets[0]),
                 **({"labels": Path(label)} if label else {})} for row in rows]
-    matrices = {row["name"]: row["matrix"] for row in rows}
+    known = {row["name"]: (row["matrix"], {name: digests for name, digests in row.get("files", {}).items()
+                                           if Path(name).name == "field.nii.gz"}) for row in rows}
     settings = earlier["settings"] or {}
     resample = settings.get("labels", "smooth") if settings.get("resample_labels") and not args.labels else None
-    return entries, functools.partial(map_subject, args.out, args.smooth, matrices, resample), verdicts, resample
+    return entries, functools.partial(map_subject, args.out, args.smooth, folder, known, resample), verdicts, resample
 
 
-def map_subject(out, smooth_mm, matrices, resample, entry, folder, earlier):
+def map_subject(out, smooth_mm, home, known, resample, entry, folder, earlier):
     """Write both maps of one subject and return its row, with the mean change of each label.
 
+    home: folder of the registrations. known: {name: (matrix, the `file_digests` of the field)} of all subjects.
     resample: one of LABELS if its labels may lie on another grid, as in a registration with --resample-labels.
     """
+    matrix, written = known[entry["name"]]
+    problem = damage(written, home)
+    if problem:
+        raise InputError(f"{problem}: register the subject again.")
     dims = dims_of(entry["fixed"])
     grid, affine = read_volume(entry["fixed"], dims)
     field, own = read_field(entry["field"], dims)
     require_same_grid(f"{entry['field']}: the field", field.shape[1:], own, entry["fixed"], grid.shape, affine,
                       "register the subject again")
-    rest = without_affine(field, matrices[entry["name"]], affine)
+    rest = without_affine(field, matrix, affine)
     maps = [log_determinant(torch.from_numpy(each)[None]) for each in (field, rest)]
     labels = None
     if "labels" in entry and resample:

@@ -14,6 +14,7 @@ from Dataloader.nifti import read_numbers, write_field, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.fields import exponential, identity, jacobian_determinant
 from Inference.labels import apply_field
+from Inference.results import file_digests
 from Study.common import volumes_of
 from Study.jacobian import LOCAL, WHOLE, half_ways, log_determinant, percent
 
@@ -42,6 +43,14 @@ def table(path):
     return [dict(zip(head.split("\t"), line.split("\t"))) for line in lines]
 
 
+def list_fields(folder):
+    """List the fields of the results in a folder as they are now."""
+    content = json.loads((folder / "results.json").read_text())
+    for row in content["pairs"]:
+        row["files"] = file_digests([folder / row["folder"] / "field.nii.gz"], folder)
+    (folder / "results.json").write_text(json.dumps(content))
+
+
 @pytest.fixture
 def results(tmp_path):
     """Results as OM_register.py writes them, of two fields that are known: one grows by 3 %, one swells besides."""
@@ -60,6 +69,7 @@ def results(tmp_path):
         rows.append({"name": name, "folder": name, "fixed": str(tmp_path / "fixed.nii.gz"), "labels": {},
                      "matrix": (grown if name == "grown" else np.eye(4)).tolist()})
     (tmp_path / "reg/results.json").write_text(json.dumps({"pairs": rows, "failed": [], "complete": True}))
+    list_fields(tmp_path / "reg")
     return tmp_path, fields
 
 
@@ -150,11 +160,15 @@ def test_results_of_two_templates_and_of_an_early_version_are_refused(results, c
 @pytest.mark.parametrize("size, affine", [(SIZE, np.diag([2.0, 1.5, 1.5, 1.0])), (SIZE[::-1], AFFINE)])
 def test_a_field_on_another_grid_than_the_template_is_left_out(results, size, affine):
     place, _ = results
-    write_field(place / "reg/grown/field.nii.gz", np.zeros((3, *size), np.float32), affine)
-    assert run("--results", place / "reg", "--out", place / "out") == 0
-    content = json.loads((place / "out/results.json").read_text())
-    assert [row["name"] for row in content["pairs"]] == ["swollen"] and content["failed"][0]["name"] == "grown"
-    assert content["failed"][0]["reason"].startswith(f"{place}/reg/grown/field.nii.gz: the field is on another grid")
+    path = place / "reg/grown/field.nii.gz"
+    write_field(path, np.zeros((3, *size), np.float32), affine)
+    for reason in (f"{path} has changed since it was written: register the subject again.",
+                   f"{path}: the field is on another grid"):
+        assert run("--results", place / "reg", "--out", place / "out") == 0
+        content = json.loads((place / "out/results.json").read_text())
+        assert [row["name"] for row in content["pairs"]] == ["swollen"] and content["failed"][0]["name"] == "grown"
+        assert content["failed"][0]["reason"].startswith(reason)
+        list_fields(place / "reg")
 
 
 @pytest.mark.parametrize("size, growth", [((24, 24, 24), 1.05), ((24, 26, 9), 1.1), ((48, 40), 1.1)])
