@@ -95,23 +95,35 @@ def attempt(name, function, *args):
                 "device or machine with more.")
 
 
-class Unbreakable:
-    """A stream that loses what a full disk or a closed terminal does not take, instead of raising OSError."""
+class OutputFault(Exception):
+    """Standard output does not take what is printed. No OSError, which would be taken for one of the results."""
 
-    def __init__(self, stream):
-        self.stream = stream
+
+class Unbreakable:
+    """A stream that loses what a full disk or a closed terminal does not take, instead of raising OSError.
+
+    fault: exception to raise instead, from that OSError.
+    """
+
+    def __init__(self, stream, fault=None):
+        self.stream, self.fault = stream, fault
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
     def write(self, text):
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
+        self._attempt(self.stream.write, text)
         return len(text)
 
     def flush(self):
-        with contextlib.suppress(OSError):
-            self.stream.flush()
+        self._attempt(self.stream.flush)
+
+    def _attempt(self, action, *words):
+        try:
+            action(*words)
+        except OSError as error:
+            if self.fault:
+                raise self.fault from error
 
 
 def take_all_names():
@@ -125,11 +137,12 @@ def take_all_names():
 
 
 @contextlib.contextmanager
-def unbreakable_output():
-    """Around a training: its output, which may go to a full disk, must not end it."""
+def unbreakable_output(fault=None):
+    """Around a program: its output, which may go to a full disk, must not end it. fault: raised if standard output, the
+    result of some programs, is not taken."""
     take_all_names()
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(Unbreakable, streams)
+    sys.stdout, sys.stderr = Unbreakable(sys.stdout, fault), Unbreakable(sys.stderr)
     try:
         yield
     finally:
@@ -154,6 +167,7 @@ def keep_freed_memory(keep=True):
         libc.mallopt(M_TRIM_THRESHOLD, -1 if keep else 2 ** 17)
 
 
+@unbreakable_output(OutputFault)
 def run_program(run, args, out=None):
     """Run a program: call run(args). out: where its results go, for the messages; None: args.out says it.
 
@@ -161,18 +175,22 @@ def run_program(run, args, out=None):
     """
     keep_freed_memory()
     out = str(args.out if out is None else out)
-    take_all_names()
     # Read when numpy is imported, which is later. The threads of OpenBLAS wait for each other ten times longer than the
     # small matrices of scipy's optimiser take: half a second of a pair on two cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         code = attempt(out, run, args)
-        if not isinstance(code, str):
-            return code
-        print(f"error: {code}", file=sys.stderr)
-    except BrokenPipeError:  # the reader of the output, such as head, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it at exit
-        return 128 + getattr(signal, "SIGPIPE", 13)  # Windows has none
+        if isinstance(code, str):
+            print(f"error: {code}", file=sys.stderr)
+            code = STOP
+        sys.stdout.flush()  # not after this function, where a fault would have no sentence
+        return code
+    except OutputFault as fault:
+        error = fault.__cause__
+        if isinstance(error, BrokenPipeError):  # the reader of the output, such as head, has closed it
+            return 128 + getattr(signal, "SIGPIPE", 13)  # Windows has none
+        print(f"error: standard output: {error.strerror or error}; make room, or redirect it elsewhere.",
+              file=sys.stderr)
     except OSError as error:
         named = error.filename2 or error.filename
         path = str(named or out)

@@ -5,10 +5,11 @@ import errno
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from concurrent.futures.process import BrokenProcessPool
 
-from Runtime.errors import InputError, keep_freed_memory
+from Runtime.errors import InputError, Unbreakable, keep_freed_memory, take_all_names
 
 POLL_S = 0.3
 MOST_ON_WINDOWS = 61  # processes of a pool
@@ -73,10 +74,12 @@ def needs_shm(what):
 
 
 def _begin(begin, arguments):
-    """In a new process: leave Ctrl-C to the main process, end with it, and allocate as it does."""
+    """In a new process: leave Ctrl-C to the main process, end with it, allocate as it does, and outlive a full log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
+    take_all_names()
+    sys.stdout, sys.stderr = map(Unbreakable, (sys.stdout, sys.stderr))
     if begin:
         begin(*arguments)
 

@@ -115,6 +115,32 @@ def test_a_program_without_any_output_runs():
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 7
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("outputs, code, said", [
+    ("2> /dev/full", 7, ""), ("> /dev/full 2>&1", 43, ""), ("| true", 141, "a warning\n"),
+    ("> /dev/full", 43, "a warning\nerror: standard output: No space left on device; make room, or redirect it "
+                        "elsewhere.\n")])
+def test_an_output_that_is_not_taken_is_no_fault_of_the_results(outputs, code, said, unbuffered):
+    """As of OM_prepare.py, whose faults of the disk are those of its cache."""
+    program = """if True:
+        import argparse, sys, time
+        from Runtime.errors import InputError, run_program
+        def run(args):
+            try:
+                print("a warning", file=sys.stderr)
+                time.sleep(0.2)  # until nobody reads
+                print("the results")
+            except OSError as error:
+                raise InputError("data.cache: reading or writing failed") from error
+            return 7
+        sys.exit(run_program(run, argparse.Namespace(out="out")))"""
+    shell = f'set -o pipefail; "$@" {outputs}'
+    done = subprocess.run(["bash", "-c", shell, "bash", sys.executable, "-c", program], cwd=ROOT, capture_output=True,
+                          text=True, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 @pytest.mark.parametrize("number, name, remedy", [
     (errno.EROFS, "out/page.html", "results cannot be written there; name another --out"),
     (errno.EROFS, "", "results cannot be written there; name another --out"),

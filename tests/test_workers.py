@@ -50,6 +50,19 @@ def sleep(folder, seconds):
         time.sleep(seconds)
 
 
+def warn(a):
+    print("a warning", file=sys.stderr)
+    return a
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_log_on_a_full_disk_ends_no_task():
+    program = "from tests.test_workers import *\nprint([found for _, found in run_tasks(warn, [(7,)], 1, 'out')])"
+    with open("/dev/full", "w") as log:
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert (done.returncode, done.stdout) == (0, "[7]\n")
+
+
 def test_every_task_runs_once_in_another_process():
     calls = []
     results = dict(run_tasks(add, [(1, 2), (3, 4), (5, 6)], 2, "out", keep, (100,), lambda: calls.append(1)))
