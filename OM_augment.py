@@ -77,7 +77,7 @@ from Inference.draws import (
 )
 from Inference.labels import carry, without_affine
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
-from Inference.nnunet import cases_of, require_no_negative, write_dataset, write_splits
+from Inference.nnunet import cases_of, require_no_negative, require_own_dataset, write_dataset, write_splits
 from Inference.outputs import grid_header, write_moved
 from Inference.registration import register
 from Runtime import run_lock
@@ -425,6 +425,8 @@ def run(args):
     with run_lock.held_results(out):
         records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]),
                                items, bool(args.data) and not args.ids)
+        if args.nnunet:
+            require_own_dataset(out / args.nnunet)
         refused = make_all(job, items, draws, args.workers, records)
         items = [item for item in items if item["id"] not in refused]
         if items:

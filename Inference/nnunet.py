@@ -3,12 +3,12 @@
     Dataset501_Brains/imagesTr/<case>_0000.nii.gz ...   labelsTr/<case>.nii.gz   dataset.json   splits_final.json
 
 nnU-Net splits cases at random, and copies of one subject on both sides would inflate its scores. splits_final.json, to
-be copied into nnUNet_preprocessed/<name>, keeps each subject on one side and validates on originals only.
+be copied into nnUNet_preprocessed/<name>, keeps each subject on one side and validates on originals only. RECORD names
+all these files: what else lies beside them, such as imagesTs, stays.
 """
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +27,12 @@ from Dataloader.nifti import (
 from Inference.draws import draw_name, draw_paths
 from Inference.outputs import grid_header, write_moved
 from Runtime.errors import InputError
-from Runtime.files import as_stored, first_repeated, write_file
+from Runtime.files import as_stored, first_repeated, listed, remove_leftovers, write_file
 
 NAME = re.compile(r"Dataset\d{3}_[\w-]+")
 FOLDS = 5
+LISTS = ("dataset.json", "splits_final.json")
+RECORD = "omnimorph_files.json"  # names of our files in the folder of a data set, in which others may lie too
 
 
 def cases_of(name, items, dims):
@@ -141,13 +143,20 @@ def write_dataset(out, name, items, draws, dims, data, window=(0, 0)):
         require_no_negative(label, item["label"])  # of copies that were drawn without --nnunet
         numbers.update(np.unique(label).tolist())
     numbers = sorted(map(int, numbers))
-    shutil.rmtree(folder, ignore_errors=True)  # it is made from the draws alone; fewer draws leave fewer cases
+    cases = []
     for item in items:
-        write_case(folder, item["id"], [item["image"], *item["channels"]], item["label"], numbers, dims, copy)
+        cases.append((item["id"], [item["image"], *item["channels"]], item["label"], copy))
         for draw in range(draws):
             paths = draw_paths(item, draw)
             images = [out / path for kind, path in paths.items() if kind == "image" or kind.startswith("channel")]
-            write_case(folder, draw_name(item, draw), images, out / paths["label"], numbers, dims, link)
+            cases.append((draw_name(item, draw), images, out / paths["label"], link))
+    earlier, names = own_files(folder), {*LISTS}.union(*(case_files(case, len(images)) for case, images, *_ in cases))
+    write_record(folder, earlier | names)  # before the files, so that what a killed run leaves is known as its own
+    remove_leftovers(folder)
+    for name in earlier:  # it is made from the draws alone; fewer draws leave fewer cases
+        (folder / name).unlink(missing_ok=True)
+    for case, images, label, take in cases:
+        write_case(folder, case, images, label, numbers, dims, take)
     label_names, channel_names = names_in(data)
     labels = ["background"]
     for number in numbers[1:]:
@@ -160,7 +169,35 @@ def write_dataset(out, name, items, draws, dims, data, window=(0, 0)):
                "labels": {label: number for number, label in enumerate(labels)},
                "numTraining": len(items) * (1 + draws), "file_ending": ".nii.gz", **regions_in(data, numbers)}
     write_file(folder / "dataset.json", json.dumps(content, indent=1) + "\n")
+    write_record(folder, names)
     return folder
+
+
+def own_files(folder):
+    """Names of the files that an earlier run wrote into the folder of a data set, relative to it: a set."""
+    return set(read_json(folder / RECORD)) if (folder / RECORD).is_file() else set()
+
+
+def write_record(folder, names):
+    """Record which files of a data set are ours. names: relative to its folder."""
+    write_file(folder / RECORD, json.dumps(sorted(names), indent=1) + "\n")
+
+
+def require_own_dataset(folder):
+    """Raise InputError for lists or cases in the folder of a data set that no earlier run wrote. What else lies there,
+    such as imagesTs, stays."""
+    own = {folder / name for name in own_files(folder)}
+    cases = [path for name in ("imagesTr", "labelsTr") for path in listed(folder / name)
+             if path.name.endswith(".nii.gz") and path.name[0] != "."]
+    for path in [path for path in map(folder.joinpath, LISTS) if os.path.lexists(path)] + cases:
+        if path not in own:
+            raise InputError(f"{path}: it is not of an earlier run, and --nnunet would replace it or count it among "
+                             "its cases; move it elsewhere, or choose another name.")
+
+
+def case_files(case, channels):
+    """Names of the files of a case, relative to the folder of its data set: those of its channels, then the label."""
+    return [*(f"imagesTr/{case}_{channel:04d}.nii.gz" for channel in range(channels)), f"labelsTr/{case}.nii.gz"]
 
 
 def write_case(folder, case, images, label, numbers, dims, take):
@@ -170,15 +207,15 @@ def write_case(folder, case, images, label, numbers, dims, take):
     All files get three axes and the affine of the first channel: nnU-Net treats any difference as another grid.
     """
     _, affine = read_header(images[0], dims)
-    for channel, path in enumerate(images):
-        target = folder / f"imagesTr/{case}_{channel:04d}.nii.gz"
+    *targets, label_target = map(folder.joinpath, case_files(case, len(images)))
+    for target, path in zip(targets, images):
         if path.name.endswith(".nii.gz") and is_placed_by(path, affine, dims):
             target.parent.mkdir(parents=True, exist_ok=True)
             take(path, target)
         else:
             write_moved(target, read_volume(path, dims)[0], path, affine, read_raw_header(images[0]))
     array = np.searchsorted(numbers, read_label(label, dims)[0]).astype(np.int16)
-    write_volume(folder / f"labelsTr/{case}.nii.gz", array, affine, grid_header(read_raw_header(images[0])))
+    write_volume(label_target, array, affine, grid_header(read_raw_header(images[0])))
 
 
 def is_placed_by(path, affine, dims):

@@ -1,6 +1,7 @@
 """OM_augment.py --nnunet: a data set that nnU-Net v2 takes as it is, and data sets of nnU-Net as input."""
 import json
 import re
+import shutil
 
 import nibabel
 import numpy as np
@@ -193,7 +194,7 @@ def test_the_same_command_goes_on_and_other_files_are_converted(tmp_path, capsys
     assert call(capsys, *words)[0] == 0
     folder = tmp_path / "out" / NAME
     first = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert len(first) == 2 * 2 * 2 + 2
+    assert len(first) == 2 * 2 * 2 + 3
     image, affine = read_volume(folder / "imagesTr/b_001_0000.nii.gz")
     own, own_affine = read_volume(tmp_path / "data/imagesTr/b_001_0000.mgz")
     assert np.array_equal(image, own) and np.allclose(affine, own_affine)
@@ -202,6 +203,33 @@ def test_the_same_command_goes_on_and_other_files_are_converted(tmp_path, capsys
     when = draw.stat().st_mtime_ns
     assert call(capsys, *words)[0] == 0 and draw.stat().st_mtime_ns == when
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == first
+
+
+def test_only_files_of_an_earlier_run_are_replaced(tmp_path, capsys):
+    for number in (1, 2):
+        write_case(tmp_path / "data", number, channels=1)
+    folder, out = tmp_path / "out" / NAME, tmp_path / "out"
+    words = ["--data", tmp_path / "data/imagesTr", "--nnunet", NAME, "--out", out, "--draws"]
+    assert call(capsys, *words, 2)[0] == 0
+    before = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))
+    theirs = [folder / name for name in ("imagesTs/b_009_0000.nii.gz", "notes.txt", "imagesTr/._b_001_0000.nii.gz")]
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("theirs")
+    assert call(capsys, *words, 1)[0] == 0
+    after = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} - {*before}
+    assert after == {path.relative_to(folder).as_posix() for path in theirs}
+    assert all(path.read_text() == "theirs" for path in theirs)
+    assert not list(folder.glob("*/*_draw01*")), "fewer draws leave fewer cases"
+    (out / "imagesTr/b_001_draw00.nii.gz").unlink()
+    for name in ("imagesTr/b_003_0000.nii.gz", "labelsTr/b_003.nii.gz", "splits_final.json", "dataset.json"):
+        shutil.rmtree(folder)
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("theirs")
+        code, error = call(capsys, *words, 1)
+        assert code == 43 and f"{folder / name}: it is not of an earlier run" in error
+        assert list(folder.rglob("*.*")) == [folder / name] and (folder / name).read_text() == "theirs"
+    assert not (out / "imagesTr/b_001_draw00.nii.gz").exists(), "refused before anything is drawn"
 
 
 @pytest.mark.parametrize("name, spoil, sentence", [
