@@ -16,7 +16,7 @@ from Dataloader.prepare import focus, scaled
 from Dataloader.volume import as_array, checked_affine
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import jacobian_determinant, then_affine, warp
-from Inference.choices import LABELS
+from Inference.choices import LABELS, STRIDE
 from Inference.labels import EXACT, label_at
 from Inference.load_model import changed_config, loaded
 from Inference.registration import total_field
@@ -25,7 +25,6 @@ from Runtime.errors import InputError
 from Runtime.keyed_random import generator, hashed, uniform
 
 MODES = ("bilinear", "smooth", "nearest")
-STRIDE = 4  # times per step of the recovery: what one prediction undoes, see DeformDDPM.recover
 
 
 @own_settings()

@@ -1,10 +1,15 @@
 """The values that options take, for programs that explain them before importing torch."""
 import glob
 import os
+from pathlib import Path
 
 from Runtime.config import KEYS
 from Runtime.errors import InputError
 
+# Supplies keys that are newer than a checkpoint, and the whole config if there is no model.
+DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
+DRAWS = 32  # copies of each volume
+STRIDE = 4  # times per step of the recovery: what one prediction undoes, see DeformDDPM.recover
 STEPS = 100  # of refinement; after 25 at each of three resolutions the similarity hardly grows
 STEPS_CONTINUED = 33  # of refinement that continues another registration, at the finest resolution only
 AFFINES = ("rigid", "affine")

@@ -10,15 +10,13 @@ import torch
 
 from Dataloader.volume import is_path
 from Diffusion.networks import build_network
-from Inference.choices import EXPORTED, HUB, no_model
+from Inference.choices import DEFAULTS, EXPORTED, HUB, no_model
 from Runtime import checkpoint
 from Runtime.config import MODEL_KEYS, check_config, load_config, overridden
 from Runtime.device import own_settings, pick_device, precision
 from Runtime.errors import InputError
 from Runtime.weights_file import read_weights
 
-# Supplies keys that are newer than a checkpoint, and the whole config if there is no model.
-DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
 # Keys that identify weights of the published method: the network's first table and last layer.
 PUBLISHED = ("time_embed.weight", "conv_out.weight")
 PUBLISHED_CONFIGS = {2: DEFAULTS.with_name("config_cmr.yaml"), 3: DEFAULTS.with_name("config_lung_ct.yaml")}

@@ -10,7 +10,8 @@ from torch.utils.data import get_worker_info
 
 from Dataloader.grids import same_grid
 from Dataloader.volume import as_array
-from Inference.augmentation import MODES, STRIDE, deform, deformed_by, draw_field, draw_start
+from Inference.augmentation import MODES, deform, deformed_by, draw_field, draw_start
+from Inference.choices import STRIDE
 from Inference.labels import carry
 from Inference.load_model import default_config, loaded
 from Inference.registration import register

@@ -29,9 +29,9 @@ from Dataloader.transforms import read_any_field
 from Dataloader.volume import dims_of, shape_of
 from Diffusion.metrics import folding_percent
 from Inference.bids import drop_copies, is_ours, require_own_bids, require_own_names, write_bids
-from Inference.choices import is_list
+from Inference.choices import DEFAULTS, is_list
 from Inference.labels import apply_field, carry, label_on
-from Inference.load_model import DEFAULTS, load_model
+from Inference.load_model import load_model
 from Inference.outputs import disp_name, disp_names, make_folder, write_row, write_warped
 from Inference.pair_figures import means, write_report
 from Inference.pair_lists import (

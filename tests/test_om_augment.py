@@ -25,7 +25,7 @@ from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
-from Inference import augment_report, results
+from Inference import augment_report, augment_volumes, results
 from Inference.augmentation import augment, deform, measure, place, training_grid
 from Inference.draws import claim_folder
 from Inference.labels import apply_label
@@ -89,7 +89,7 @@ def data(copies, tmp_path):
 def said_before(capsys, *words):
     """What the program says before it draws."""
     threads = torch.get_num_threads()
-    OM_augment.make_job(OM_augment.parse_arguments([str(word) for word in (*words, "--out", "nowhere")]))
+    augment_volumes.make_job(OM_augment.parse_arguments([str(word) for word in (*words, "--out", "nowhere")]))
     torch.set_num_threads(threads)
     return capsys.readouterr().err
 
@@ -551,7 +551,8 @@ def test_a_registered_copy_has_the_shape_and_the_grid_of_its_target(data, capsys
 
 def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkeypatch):
     """Two scans of one person, and two targets, of which one is a byte copy of the first scan."""
-    monkeypatch.setattr(OM_augment, "register", lambda *sides, **words: register(*sides, **{**words, "affine": False}))
+    monkeypatch.setattr(augment_volumes, "register",
+                        lambda *sides, **words: register(*sides, **{**words, "affine": False}))
     monkeypatch.setattr(augment_report, "PICTURED", 1)
     header = nibabel.Nifti1Header()
     header["cal_max"] = 777
@@ -589,7 +590,7 @@ def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkey
 def test_one_file_has_the_subject_that_a_data_set_would_give_it(tmp_path):
     for name, subject in (("sub-01_T1w", "sub-01"), ("case_7_t1", "case_7"), ("b_001", "b_001")):
         write_volume(tmp_path / f"{name}.nii.gz", np.ones((4, 5, 6), np.float32), np.eye(4))
-        assert OM_augment.read_one(tmp_path / f"{name}.nii.gz", 3)["subject"] == subject
+        assert augment_volumes.read_one(tmp_path / f"{name}.nii.gz", 3)["subject"] == subject
 
 
 def test_a_file_that_may_not_be_read_costs_the_other_volumes_nothing(data, capsys, monkeypatch):
@@ -861,6 +862,14 @@ def test_what_the_function_refuses():
             ({"image": image[0]}, "is not 3D, which model.dims requires")):
         with pytest.raises(InputError, match=message):
             augment(**{"image": image, "cfg": CFG, **words})
+
+
+def test_an_interrupt_while_torch_is_imported_is_one_sentence(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    words = [sys.executable, ROOT / "OM_augment.py", "--image", "a.nii", "--model", "none", "--out", "out"]
+    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
+                          text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted: run the same command again to continue\n")
 
 
 def test_one_run_at_a_time(data, capsys):

@@ -180,7 +180,7 @@ def write_large(path):
     write_volume(path, large, np.eye(4))
 
 
-LITTLE_MEMORY = """import resource, sys, {program}, Inference.register_pairs
+LITTLE_MEMORY = """import resource, sys, {program}, Inference.augment_volumes, Inference.register_pairs
 pages = int(open("/proc/self/statm").read().split()[0])
 most = pages * resource.getpagesize() + 400 * 2 ** 20
 resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -52,7 +52,8 @@ from Diffusion.batch_augment import augment as common_augment
 from Diffusion.batch_augment import random_affine
 from Diffusion.fields import affine_field, warp
 from Diffusion.metrics import average, dice
-from Inference.augmentation import STRIDE, augment, pick_target, subject_number
+from Inference.augmentation import augment, pick_target, subject_number
+from Inference.choices import STRIDE
 from Inference.labels import apply_label, vote
 from Inference.load_model import find_checkpoint, load_model
 from Inference.registration import register

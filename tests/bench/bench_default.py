@@ -51,7 +51,8 @@ import omnimorph
 from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import read_label, read_volume, write_volume
 from Diffusion.metrics import average, dice, folding_percent
-from Inference.load_model import DEFAULTS, find_checkpoint, load_model
+from Inference.choices import DEFAULTS
+from Inference.load_model import find_checkpoint, load_model
 from Report.page import text_table
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError

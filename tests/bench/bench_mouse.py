@@ -16,7 +16,7 @@ from bench_registration import PEERS, ROOT, add_shared, by_peer, prepare_pairs, 
 from common import in_one_sentence
 from peers import begin, peers_python
 
-from Inference.load_model import DEFAULTS
+from Inference.choices import DEFAULTS
 from Runtime.config import load_config
 from Runtime.errors import DONE, InputError
 

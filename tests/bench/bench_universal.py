@@ -42,7 +42,8 @@ from bench_registration import (
 from common import in_one_sentence, our_commit
 from peers import begin, peers_python
 
-from Inference.load_model import DEFAULTS, find_checkpoint, load_model
+from Inference.choices import DEFAULTS
+from Inference.load_model import find_checkpoint, load_model
 from Report.page import text_table
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
