@@ -342,7 +342,7 @@ def run_mode(run, mode, batches, **raised):
     run.gradients.parts = len(batches) if alone else len(batches) * run.ranks.world_size
 
     # Gradients of all batches but the last accumulate locally; the last backward pass sums them over the ranks.
-    rows, kept = [], []
+    rows, kept, names = [], [], None
     for number, batch in enumerate(batches, 1):
         is_last = number == len(batches)
         with contextlib.nullcontext() if alone or is_last else run.model.no_sync():
@@ -350,6 +350,9 @@ def run_mode(run, mode, batches, **raised):
             loss, terms, *beside = graphs.run(run.graphs, mode.name, lambda given: mode.step(run.model, given, run.cfg),
                                               batch, run.net.parameters())
             rows.append(torch.stack([value.detach().float() for value in (loss, *terms.values())]))
+            if names not in (None, [*terms]):
+                raise agree.different_terms(mode.name)
+            names = [*terms]
             kept += beside
             if not is_last:
                 watchdog.phase("accumulate", mode.name)
@@ -364,7 +367,7 @@ def run_mode(run, mode, batches, **raised):
     if not finite:
         watchdog.event("nonfinite", mode=mode.name, terms=means)
     agreed = agree.agree(run.ranks, run.progress.step, mode.name, agree.fingerprint(batches), nonfinite=not finite,
-                         terms=means.values(), **raised)
+                         terms=means.values(), names=means, **raised)
     watchdog.phase("backward", mode.name)
     loss.backward()  # even if the loss is not finite: DDP needs a backward after each forward
     if alone:

@@ -14,7 +14,7 @@ from Runtime.errors import InputError
 
 # Columns of the vector that must be equal on all ranks. Then come three flags that any rank may raise for all, and the
 # mode's loss terms.
-SAME = ("step", "branch", "shapes", "weights")
+SAME = ("step", "branch", "shapes", "weights", "names")
 REASONS = (None, "steps", "time", "signal", "memory")  # why to leave; if ranks differ, the last in this list counts
 TERMS = 16  # most loss terms of a mode; the fixed length lets ranks in different modes compare their vectors
 
@@ -33,14 +33,16 @@ class Agreed:
     terms: list        # means over the ranks
 
 
-def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=None, save=False, terms=()):
+def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=None, save=False, terms=(),
+          names=()):
     """Exchange one vector. Every rank calls this at the same points of the loop.
 
     ranks: Ranks of Runtime/launch.py. step: step of the run. branch: mode or phase. shapes: a `fingerprint`.
     weights: None, or {name: tensor} to compare. nonfinite: whether this rank's loss is NaN or infinite. leave: one of
-    REASONS. save: whether to write a checkpoint. terms: up to TERMS floats.
+    REASONS. save: whether to write a checkpoint. terms: up to TERMS floats. names: of the terms, in order.
     Returns: Agreed.
-    Raises OutOfStep on every rank if step, branch, shapes or weights differ, InputError for more than TERMS terms.
+    Raises OutOfStep on every rank if step, branch, shapes or weights differ, InputError on every rank if names do, and
+    for more than TERMS terms.
     """
     if len(terms) > TERMS:
         raise InputError(f"mode {branch} returns {len(terms)} loss terms, at most {TERMS} are exchanged: return fewer, "
@@ -49,12 +51,14 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
     padded = [float(value) for value in terms] + [0.0] * (TERMS - len(terms))
     sums = None if weights is None else checksums(weights.values())
     own_row = [step, digest(branch), shapes, 0 if sums is None else digest(sums),
-               nonfinite, REASONS.index(leave), save, *padded]
+               digest(repr([*names])), nonfinite, REASONS.index(leave), save, *padded]
     rows = gather(ranks, torch.tensor(own_row, dtype=torch.float64))
     for column, name in enumerate(SAME):
         values = rows[:, column].tolist()
         if len(set(values)) == 1:
             continue
+        if name == "names":
+            raise different_terms(branch)
         if name == "branch":
             values = gather_objects(ranks, branch)  # every rank sees the difference, so every rank calls this
         if name == "weights" and sums is not None and 0 not in values:
@@ -63,6 +67,12 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
     nonfinite, leave, save = rows[:, len(SAME):-TERMS].amax(0).tolist()
     return Agreed(nonfinite=bool(nonfinite), leave=REASONS[int(leave)], save=bool(save),
                   terms=rows[:, -TERMS:].mean(0)[:len(terms)].tolist())
+
+
+def different_terms(mode):
+    """The error for a mode whose batches do not all have the same terms: their means would be of different things."""
+    return InputError(f"mode {mode} returns different terms for different batches: return every term always and in one "
+                      "order, 0 where it does not apply.")
 
 
 def differing_tensor(ranks, sums):

@@ -61,6 +61,8 @@ def main(folder, waiting_port, other_port):
     seen["all differ"] = error_of(agree.agree, ranks, 20 + rank, "diffusion")
     for name in WEIGHTS:
         seen[name] = error_of(agree.agree, ranks, 8, "diffusion", weights=other_weights(rank, name))
+    seen["names"] = error_of(agree.agree, ranks, 8, "diffusion", terms=[1.0, 2.0],
+                             names=("total", "dark" if rank == 1 else "bright"))
     seen["none compared"] = error_of(agree.agree, ranks, 8, "diffusion", weights=None if rank == 1 else WEIGHTS)
     seen["gather"] = agree.gather(ranks, torch.tensor([[rank, 1], [2, 3]]).t()).tolist()
     seen["objects"] = agree.gather_objects(ranks, {"rank": rank, "much": "x" * rank})
@@ -114,6 +116,11 @@ def test_every_rank_says_which_one_differs_and_in_what(seen, case, text):
         wanted = text.format(step=9 if rank == 1 else 8, branch="registration" if rank == 0 else "contrastive",
                              all=20 + rank)
         assert one[case].startswith(f"OutOfStep: {wanted}")
+
+
+def test_terms_of_different_names_are_not_averaged(seen):
+    for one in seen:
+        assert one["names"].startswith("InputError: mode diffusion returns different terms for different batches: ")
 
 
 def test_what_differs_stands_in_the_log(seen):

@@ -295,6 +295,19 @@ def test_a_term_that_two_modes_return_under_one_name_is_refused(data):
         om.train_step(run, *first_batches(run))
 
 
+def test_terms_that_only_some_batches_have_are_refused(data):
+    names = iter(("bright", "dark"))
+
+    def step(net, batch, cfg):
+        loss, terms = om.step_diffusion(net, batch, cfg)
+        return loss, {next(names): loss, **terms}
+
+    run = begin(config(data, data__global_batchsize=4, **QUICK))
+    run.modes = [run.modes[0]._replace(step=step)]
+    with pytest.raises(InputError, match="mode diffusion returns different terms for different batches: return every"):
+        om.train_step(run, *first_batches(run))
+
+
 OFF = {"diffusion": ("total", {"loss__dist": 0.0, "loss__ang": 0.0, "loss__regul": 0.0}),
        "contrastive": ("contrastive", {"loss__contrastive": 0.0}),
        "registration": ("regist", {"loss__imgsim": 0.0, "loss__imgmse": 0.0, "loss__ddf": 0.0})}
