@@ -295,6 +295,23 @@ def test_a_term_that_two_modes_return_under_one_name_is_refused(data):
         om.train_step(run, *first_batches(run))
 
 
+@pytest.mark.parametrize("result, words", [
+    (lambda loss: None, "its step function returns no loss with a dict of terms"),
+    (lambda loss: loss, "its step function returns no loss with a dict of terms"),
+    (lambda loss: (loss.item(), {}), "its loss is a float"),
+    (lambda loss: (loss.repeat(2), {}), r"its loss is of shape .2."),
+    (lambda loss: (loss.detach(), {}), "its loss has no gradient"),
+    (lambda loss: (loss, {"bright": 0.5}), "its bright is a float, not a tensor of one number; take the mean"),
+    (lambda loss: (loss[None], {"bright": loss[None]}), r"its loss is of shape .1."),
+    (lambda loss: (loss, {"bright": torch.ones(1, 8, 8)}), r"its bright is of shape .1, 8, 8."),
+    (lambda loss: (loss, {"total": loss}), "returns a term total, which is the name of its curve")])
+def test_a_result_that_cannot_be_trained_on_is_one_sentence(data, result, words):
+    run = begin(config(data, **QUICK))
+    run.modes = [run.modes[0]._replace(step=lambda *given: result(om.step_diffusion(*given)[0]))]
+    with pytest.raises(InputError, match=f"mode diffusion:? {words}"):
+        om.train_step(run, *first_batches(run))
+
+
 def test_terms_that_only_some_batches_have_are_refused(data):
     names = iter(("bright", "dark"))
 
