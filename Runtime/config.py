@@ -14,9 +14,9 @@ import yaml
 from Runtime.errors import InputError, first_line
 from Runtime.files import write_file
 
-# {key: (type, limits ...)}; keys.yaml explains the notation.
+# {key: [type, limits ...]}; keys.yaml explains the notation, and `check_rule` checks it.
 CONFIGS = Path(__file__).parent.parent / "Config"
-KEYS = {key: tuple(rule) for key, rule in yaml.safe_load((CONFIGS / "keys.yaml").read_text()).items()}
+KEYS = yaml.safe_load((CONFIGS / "keys.yaml").read_text())
 
 # The weights depend on these keys: a checkpoint and the config of the run that resumes it must agree on them.
 MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
@@ -131,6 +131,7 @@ def check_config(flat, path):
                              "Config/keys.yaml.")
     cfg = {}
     for key, rule in KEYS.items():
+        check_rule(key, rule)
         if key not in flat:
             near = difflib.get_close_matches(key, flat, n=1, cutoff=0.0)
             beside = f" (beside {near[0]})" if near else ""
@@ -148,6 +149,22 @@ def check_config(flat, path):
     name_data(cfg, path)
     check_together(cfg, path)
     return cfg
+
+
+def check_rule(key, rule):
+    """Raise InputError for a line of keys.yaml that says no type and limits. rule: its value."""
+    word, *limits = rule if isinstance(rule, list) and rule else [None]
+    kind = str(word).removeprefix("auto or ")
+    if kind == "str":
+        words = limits[0] if limits else []
+        good = len(limits) < 2 and isinstance(words, list) and all(isinstance(each, str) for each in words)
+    else:
+        count = 0 if kind == "bool" else 2 if kind in ("int", "float", "int+", "float+", "int or int+") else None
+        good = len(limits) == count and all(limit is None or type(limit) in (int, float) for limit in limits)
+    if not good or key.count(".") != 1:
+        raise InputError(f"{CONFIGS / 'keys.yaml'}: {key}: {rule} is no rule; write section.name and one of those at "
+                         "the top of that file, such as [float, 0, null], words such as \"off\" in quotes and 1e-6 as "
+                         "1.0e-6.")
 
 
 def name_data(cfg, path):

@@ -223,6 +223,16 @@ def test_the_table_of_keys_says_type_and_limits():
             all(type(word) is str for words in limits for word in words), key
 
 
+@pytest.mark.parametrize("line", [
+    "run.seed: [float, 0]", "run.seed: [float]", "run.seed: float", "run.seed: 3", "run.seed:", "run.seed: []",
+    "run.seed: [flaot, 0, null]", "run.seed: [float, 1e-6, null]", "run.seed: [bool, 1]", "run.seed: [str, auto]",
+    "run.seed: [str, [auto, off]]", "seed: [bool]"])
+def test_a_rule_that_says_no_type_and_limits_is_refused(monkeypatch, line):
+    key, rule = yaml.safe_load(line).popitem()
+    monkeypatch.setitem(KEYS, key, rule)
+    assert f"keys.yaml: {key}: {rule} is no rule; write section.name" in refusal(OM)
+
+
 @pytest.mark.parametrize("content, words", [
     ("model: [", ["not valid YAML", "line 1"]),
     ("- 3", ["mapping"]),
