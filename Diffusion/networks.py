@@ -7,7 +7,8 @@ float32:
   condition      (B, C + 1, *spatial), values x mask and mask; or None
   use_condition  (B,) bool, an option: False hides the condition of a sample
 net(image, t, condition, embed=True) returns two unit vectors (B, E) instead, of the image and of the condition.
-Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
+Embeddings use t = 0; otherwise pairs could be matched by time instead of subject. Without mode 2 (loss.contrastive 0)
+a network needs no `embed`.
 With model.structures, net(image, t, condition, segment=True) returns the field and logits (2 B, K + 1, *spatial): of
 background and structures in the images, then in the conditions; with segment="alone" only logits, of the images.
 

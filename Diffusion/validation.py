@@ -1,5 +1,6 @@
 """Scores of a network on held-out volumes: recovery at fixed times, retrieval, and registration of fixed pairs."""
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -91,10 +92,11 @@ def validate(run, dataset):
 
     run: Run of Diffusion/training_state.py. Every rank calls this.
     Returns: scores, a dict of val_ang (mean over times, -1 is perfect), val_retrieval (of `retrieval`, at the middle
-    time), val_dice and val_dice_before (None without labels), val_imgsim (mean of `image_similarity` with VAL_IMGSIM,
-    1 is perfect), val_folding (percent of voxels) and, with model.structures, val_segment (Dice of the segmentation,
-    None without labels); and moving, fixed, warped and field of pair 0, without batch axis, None on ranks other than
-    0. A network that takes no condition cannot register: it has no picture and only the score val_ang.
+    time, None for a network that does not embed), val_dice and val_dice_before (None without labels), val_imgsim (mean
+    of `image_similarity` with VAL_IMGSIM, 1 is perfect), val_folding (percent of voxels) and, with model.structures,
+    val_segment (Dice of the segmentation, None without labels); and moving, fixed, warped and field of pair 0, without
+    batch axis, None on ranks other than 0. A network that takes no condition cannot register: it has no picture and
+    only the score val_ang.
     """
     ranks, cfg = run.ranks, run.cfg
     run.net.eval()
@@ -111,10 +113,12 @@ def validate(run, dataset):
                                    for rows in parts)
     if alone:
         return {"val_ang": average(cosines)}, None
-    images, conditions = torch.from_numpy(np.stack(embeddings, axis=1))        # (n, E) each
+    found = None
+    if embeddings:
+        images, conditions = torch.from_numpy(np.stack(embeddings, axis=1))    # (n, E) each
+        found = retrieval(images, conditions, dataset.subjects[:len(embeddings)])
     scores = scores or [dict.fromkeys(("val_dice", "val_dice_before", "val_imgsim", "val_folding"))]
-    return {"val_ang": average(cosines),
-            "val_retrieval": retrieval(images, conditions, dataset.subjects[:len(embeddings)]),
+    return {"val_ang": average(cosines), "val_retrieval": found,
             **{name: average([score[name] for score in scores]) for name in scores[0]}}, picture
 
 
@@ -136,10 +140,13 @@ def best_by(scores, modes):
 def validate_recovery(run, dataset):
     """Modes 1 and 2 on this rank's volumes, each deformed at three times.
 
-    Returns: [(volume, t, cosine)] and [(volume, embeddings (2, E) of the image and of the condition)].
+    Returns: [(volume, t, cosine)] and [(volume, embeddings (2, E) of the image and of the condition)], none of these
+    for a network that takes no `embed`.
     """
     cfg, net, ddpm, device = run.cfg, run.net, run.ddpm, run.device
     cosines, embeddings = [], []
+    trained = any(mode.name == "contrastive" for mode in run.modes)
+    embeds = trained or "embed" in inspect.signature(net.forward).parameters
     times = sorted({max(cfg["diffusion.timesteps"] * quarter // 4, 1) for quarter in (1, 2, 3)})
     for index, counts in cases_of_rank(min(len(dataset), cfg["run.val_pairs"]), run.ranks):
         watchdog.goes_on()
@@ -151,7 +158,7 @@ def validate_recovery(run, dataset):
             inputs = (xt, send(torch.tensor([t]), device), condition)
             with autocast(device, cfg["run.amp"]):
                 pred_field = net(*inputs)
-                embedded = net(*inputs, embed=True) if t == times[len(times) // 2] else None
+                embedded = net(*inputs, embed=True) if embeds and t == times[len(times) // 2] else None
             if counts:
                 cosines.append((index, t, recovery_terms(pred_field, target_field)[1].item()))
             if counts and embedded:

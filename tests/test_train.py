@@ -21,7 +21,7 @@ import yaml
 import OM_prepare
 import OM_train_3modes as om
 from Dataloader.dataset import end_workers, read_datasets
-from Diffusion.networks import build_network
+from Diffusion.networks import NETWORKS, build_network
 from Diffusion.optim import footprint, replicated
 from Diffusion.training_state import PRECISIONS
 from Inference.load_model import load_model
@@ -743,6 +743,22 @@ def test_other_networks_train(data, tmp_path, name, condition, changes):
     assert train(data, tmp_path, "--max-steps-before-restart", "2", model__name=name, model__condition_type=condition,
                  **changes) == 42
     assert checkpoint.newest(tmp_path / f"Models/demo_{name}")
+
+
+def test_a_network_that_cannot_embed_is_validated(data, tmp_path, monkeypatch):
+    class Shift(torch.nn.Module):
+        def __init__(self, dims):
+            super().__init__()
+            self.shift = torch.nn.Parameter(torch.zeros(dims))
+
+        def forward(self, image, t, condition=None, use_condition=None):
+            return self.shift.view(1, -1, 1, 1, 1).expand(len(image), -1, *image.shape[2:])
+
+    monkeypatch.setitem(NETWORKS, "shift", Shift)
+    assert train(data, tmp_path, model__name="shift", run__epochs=1, data__repeats=1, **OFF["contrastive"][1]) == 0
+    manifest = json.loads((tmp_path / "Models/demo_shift/manifest.json").read_text())
+    scores = manifest["checkpoints"][manifest["best"]["checkpoint"]]["metrics"]
+    assert scores["val_retrieval"] is None and scores["val_ang"] is not None
 
 
 def test_a_network_that_sees_one_volume_is_judged_by_its_recovery(data, tmp_path):
