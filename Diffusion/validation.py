@@ -125,11 +125,12 @@ def validate(run, dataset):
 def best_by(scores, modes):
     """(metric, value) that decides the best checkpoint, higher is better; None if validation gave no finite value.
 
-    modes: names of the modes that are trained. Without mode 3 recovery decides, and retrieval for mode 2 alone.
+    modes: names of the modes that are trained. Without mode 3 recovery decides if mode 1 is trained, and retrieval for
+    mode 2 alone.
     """
     metric = "val_dice" if scores.get("val_dice") is not None else "val_imgsim"
     value = scores.get(metric)
-    if scores and "registration" not in modes:
+    if scores and "registration" not in modes and "diffusion" in modes:
         angle = scores["val_ang"]
         metric, value = "-val_ang", None if angle is None else -angle
     if scores and modes == ["contrastive"]:

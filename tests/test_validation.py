@@ -182,7 +182,8 @@ def test_what_scores_depend_on_besides_the_network_makes_them_incomparable():
 
 @pytest.mark.parametrize("modes, best", [
     (["diffusion", "contrastive", "registration"], ("val_dice", 0.7)), (["registration"], ("val_dice", 0.7)),
-    (["diffusion", "contrastive"], ("-val_ang", 0.2)), (["contrastive"], ("val_retrieval", 0.9))])
+    (["diffusion", "contrastive"], ("-val_ang", 0.2)), (["contrastive"], ("val_retrieval", 0.9)),
+    (["fourth"], ("val_dice", 0.7)), (["diffusion", "fourth"], ("-val_ang", 0.2))])
 def test_a_mode_that_is_trained_decides_which_checkpoint_is_the_best(modes, best):
     scores = {"val_ang": -0.2, "val_retrieval": 0.9, "val_dice": 0.7, "val_imgsim": 0.8}
     assert best_by(scores, modes) == best and best_by({}, modes) is None
