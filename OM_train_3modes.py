@@ -302,15 +302,14 @@ class Mode(NamedTuple):
     clip_norm: str | None = None   # key of the limit on its gradient norm; None for no limit
     gate: str | None = None        # key: it runs in steps whose `ang`, of the global batch, is below; None: in all
     needs_condition: bool = False  # whether it needs a second volume
-    last_use: tuple = ()           # tensors of its batches that no later mode needs
+    unused: tuple = ()             # tensors of its batches that it does not read: freed before it if nothing later does
 
 
 # In the order in which a step runs them.
 MODES = {mode.name: mode for mode in (
-    Mode("diffusion", step_diffusion, "volumes", ("dist", "ang", "regul"), "total", ("ang", "dist", "regul"),
-         last_use=("target_field", "use_condition")),
+    Mode("diffusion", step_diffusion, "volumes", ("dist", "ang", "regul"), "total", ("ang", "dist", "regul")),
     Mode("contrastive", step_contrastive, "volumes", ("contrastive",), "contrastive", (), "contrastive.clip_norm",
-         needs_condition=True),
+         needs_condition=True, unused=("target_field", "use_condition")),
     Mode("registration", step_registration, "pairs", ("imgsim", "imgmse", "ddf", "dice"), "regist",
          ("imgsim", "imgmse", "ddf"), "registration.clip_norm", "registration.gate", needs_condition=True))}
 TERMS = [name for mode in MODES.values() for name in (mode.curve, *mode.terms)]
@@ -421,7 +420,7 @@ def train_step(run, volumes, pairs, **raised):
     raised.update(weights=optim.replicated(run.net) if compare else None)
     watchdog.phase("deform")
     batches = held = None
-    for mode in run.modes:
+    for number, mode in enumerate(run.modes, 1):
         recovery = results.get("diffusion")  # without mode 1 there is no gate
         if mode.gate and recovery and not (recovery.moved and recovery.terms["ang"] < cfg[mode.gate]):
             continue
@@ -434,7 +433,9 @@ def train_step(run, volumes, pairs, **raised):
             subjects = torch.cat([subjects for _, _, subjects, _ in volumes])
             embeddings.push_of_all_ranks(run.queue, result.kept, subjects, run.ranks, run.device)
         results[mode.name] = result
-        batches = [{name: value for name, value in batch.items() if name not in mode.last_use} for batch in batches]
+        later = [other.unused for other in run.modes[number:] if other.data == mode.data]
+        batches = [{name: value for name, value in batch.items() if not all(name in unused for unused in later)}
+                   for batch in batches]
         memory.empty_cache(cfg, run.device)
 
     optim.update_ema(run.ema, run.net, cfg, progress.step)

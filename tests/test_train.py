@@ -464,6 +464,15 @@ def test_what_only_mode_1_needs_is_gone_in_mode_2_and_volumes_in_mode_3(data, mo
     assert alive == [False] * 8
 
 
+@pytest.mark.parametrize("gate", [2, -1])
+def test_a_fourth_mode_finds_its_whole_batch_whether_the_gate_is_open_or_shut(data, monkeypatch, gate):
+    monkeypatch.setitem(om.MODES, "fourth", om.MODES["diffusion"]._replace(
+        name="fourth", curve="fourth", step=lambda *given: (om.step_diffusion(*given)[0], {})))
+    run = begin(config(data, registration__gate=gate, **QUICK))
+    line, _, failed = om.train_step(run, *first_batches(run))
+    assert line["open"] == (gate == 2) and not failed and "fourth" in line["terms"]
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_garbage_and_cached_blocks_go_after_each_mode_where_asked(data, monkeypatch, asked):
     """A thing that holds itself is left in each mode. For a device, which is not there, its module counts."""
