@@ -147,4 +147,4 @@ def checksums(tensors):
         flat = tensor.detach().contiguous().flatten()
         integers = flat.view(torch.int32) if flat.element_size() % 4 == 0 else flat.view(torch.uint8)
         sums.append(integers.sum(dtype=torch.int64))
-    return torch.stack(sums).cpu()
+    return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)

@@ -157,6 +157,7 @@ def test_meeting_names_who_does_not_come(seen):
 def test_a_rank_alone_agrees_with_itself_without_any_group():
     launch.rendezvous(ALONE, 1)
     assert launch.broadcast(ALONE, "key", "value") == "value"
+    assert agree.agree(ALONE, 3, "checkpoint", weights={}).terms == [], "fsdp holds nothing whole but buffers, if any"
     found = agree.agree(ALONE, 3, "registration", 5, WEIGHTS, nonfinite=True, leave="time", terms=[0.25, 4, 1, 2])
     assert found == agree.Agreed(nonfinite=True, leave="time", save=False, terms=[0.25, 4.0, 1.0, 2.0])
     assert agree.gather(ALONE, torch.ones(2, requires_grad=True)).tolist() == [[1.0, 1.0]]
@@ -184,7 +185,7 @@ def test_checksums_see_bits_and_not_memory_formats():
         other[1, 2] = 0
         first, second = agree.checksums([tensor, other.t()]).tolist()
         assert first != second and agree.checksums([tensor.t(), other]).tolist() == [first, second]
-    assert agree.checksums([torch.tensor(1.5)]).shape == (1,)
+    assert agree.checksums([torch.tensor(1.5)]).shape == (1,) and agree.checksums([]).shape == (0,)
 
 
 VARIABLES = ["SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT", *(name for pair in launch.NAMES.values() for name in pair)]
