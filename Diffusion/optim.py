@@ -122,9 +122,15 @@ def wrap(net, ranks, device, gradients, cfg):
 
     gradients: from `new_gradients`, how gradients are summed. find_unused_parameters also makes resuming exact: without
     it, DDP regroups its buckets after the first backward pass of a process, and then sums in another order.
+    Raises InputError on several ranks for layers that keep running averages of their batches: each rank has its own.
     """
     if ranks.world_size == 1:
         return net.to(device)
+    for name, module in net.named_modules():
+        if getattr(module, "running_mean", None) is not None and not isinstance(module, nn.SyncBatchNorm):
+            raise InputError(f"{cfg['model.name']}: {name} ({type(module).__name__}) keeps running averages of its "
+                             "batches, which differ from rank to rank: use GroupNorm or InstanceNorm, or train on one "
+                             "rank.")
     if cfg["run.strategy"] == "fsdp":
         return shard(net, device, gradients.wire, cfg["run.channels_last"])
     known = inspect.signature(DistributedDataParallel).parameters

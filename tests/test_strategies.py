@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import OM_train_3modes as om
-from Diffusion.optim import footprint, gather, gather_state
+from Diffusion.optim import footprint, gather, gather_state, wrap
 from Runtime import checkpoint, launch
+from Runtime.errors import InputError
 from Supervisor import attempts
 from tests import launching, warm
 from tests.tiny import (
@@ -134,6 +135,14 @@ def test_a_death_in_a_forward_is_survived_with_the_same_bits(data, tmp_path, tra
     one, other = newest_state(tmp_path), newest_state(trained)
     for kind in ("model", "ema"):
         assert checkpoint.weights_sha256(one[kind]) == checkpoint.weights_sha256(other[kind])
+
+
+@pytest.mark.parametrize("layer", [torch.nn.BatchNorm3d(2), torch.nn.InstanceNorm3d(2, track_running_stats=True)])
+def test_running_averages_of_batches_are_refused_on_several_ranks(layer):
+    net = torch.nn.Sequential(torch.nn.Conv3d(1, 2, 1), layer)
+    assert wrap(net, launch.Ranks(), torch.device("cpu"), None, config()) is net, "one rank has all batches"
+    with pytest.raises(InputError, match=r"om_net: 1 \(\w+Norm3d\) keeps running averages .* or train on one rank"):
+        wrap(net, launch.Ranks(world_size=2), torch.device("cpu"), None, config())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
