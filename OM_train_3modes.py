@@ -222,11 +222,10 @@ def set_up(cfg, args, ranks, folder):
     if content:
         training_state.restore(run, content, start, continues=bool(newest))
     run.model = optim.wrap(run.net, ranks, device, run.gradients, cfg)
-    run.optimizers = {name: optim.make_optimizer(run.net, ranks, cfg)
-                      for name in optim.adam_names([mode.name for mode in run.modes], cfg)}
+    run.optimizers = optim.make_optimizers(run.net, ranks, cfg, [mode.name for mode in run.modes])
     run.ema = optim.new_ema(run.net, cfg, content.get("ema") if newest else None)
     if newest:
-        optim.load_optimizers(run.optimizers, content["optimizer"])
+        optim.load_optimizers(run.net, run.optimizers, content["optimizer"])
     return run
 
 
@@ -491,7 +490,7 @@ def train(cfg, args, ranks, folder):
                 lr = optim.learning_rate(cfg, progress.step, done)
                 for optimizer in run.optimizers.values():
                     for group in optimizer.param_groups:
-                        group["lr"] = lr
+                        group["lr"] = lr * group["share"]
                 if profile_step(profile, progress.step):
                     agree.agree(ranks, progress.step, "profile")  # the others wait while rank 0 writes
 

@@ -197,13 +197,23 @@ def make_optimizer(net, ranks, cfg):
     """Adam over the parameters of a network; with fsdp, call it after `wrap`, which replaces the parameters.
 
     Another optimizer has to be named twice, and without `fused` unless it is a kind of Adam: torch's fused SGD with
-    momentum fails where a parameter has had no gradient yet.
+    momentum fails where a parameter has had no gradient yet. Parameters may come in several groups: one with a rate of
+    its own keeps that rate's ratio to optim.lr, see `make_optimizers`.
     """
     options = {"lr": cfg["optim.lr"], "fused": True}
     if ranks.world_size > 1 and cfg["run.strategy"] == "zero1":
         from torch.distributed.optim import ZeroRedundancyOptimizer
         return ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, **options)
     return torch.optim.Adam(net.parameters(), **options)
+
+
+def make_optimizers(net, ranks, cfg, modes):
+    """{name: optimizer} of a training: see `adam_names`, `make_optimizer`. Each group gets its share of the rate."""
+    optimizers = {name: make_optimizer(net, ranks, cfg) for name in adam_names(modes, cfg)}
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["share"] = group["lr"] / cfg["optim.lr"]
+    return optimizers
 
 
 def own_adam(optimizer):
@@ -226,7 +236,13 @@ def compare_moments(saved, modes, cfg, path):
             for name in modes if name not in saved]
 
 
-def load_optimizers(optimizers, saved):
+def numbered(net, optimizer):
+    """{parameter: number}, by which a checkpoint knows them: those of the network in its order, then any others."""
+    others = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {parameter: number for number, parameter in enumerate(dict.fromkeys([*net.parameters(), *others]))}
+
+
+def load_optimizers(net, optimizers, saved):
     """Load this rank's part of a checkpoint's Adam state; see `compare_moments`. saved: from `gather_state`.
 
     Options such as the weight decay stay those of the optimizers, which the code or the config may have changed.
@@ -235,17 +251,17 @@ def load_optimizers(optimizers, saved):
         whole_state = saved if "param_groups" in saved else saved.get(name)  # it numbers all parameters in order
         if not whole_state:
             continue
-        adam = own_adam(optimizer)
-        numbers = {parameter: number for number, parameter in enumerate(optimizer.param_groups[0]["params"])}
-        parameters = adam.param_groups[0]["params"]
-        state = {}
-        for place, parameter in enumerate(parameters):
-            if entry := whole_state["state"].get(numbers[parameter]):
-                state[place] = {key: part_like(parameter, value) for key, value in entry.items()}
-        lr = whole_state["param_groups"][0]["lr"]  # that of the last step, which a checkpoint without a further one has
-        group = {**adam.param_groups[0], "lr": lr, "params": list(range(len(parameters)))}
-        adam.load_state_dict({"state": state, "param_groups": [group]})
-        optimizer.param_groups[0]["lr"] = lr
+        adam, numbers = own_adam(optimizer), numbered(net, optimizer)
+        for groups in (optimizer.param_groups, adam.param_groups):
+            for group, before in zip(groups, whole_state["param_groups"]):
+                group["lr"] = before["lr"]  # that of the last step, which a checkpoint without a further one has
+        state, groups = {}, []
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                if entry := whole_state["state"].get(numbers[parameter]):
+                    state[numbers[parameter]] = {key: part_like(parameter, value) for key, value in entry.items()}
+            groups.append({**group, "params": [numbers[parameter] for parameter in group["params"]]})
+        adam.load_state_dict({"state": state, "param_groups": groups})
 
 
 def part_like(parameter, value):
@@ -298,22 +314,26 @@ def gather(value, ranks):
 def gather_state(net, optimizers, ranks):
     """Weights and Adam's state as a checkpoint holds them; complete on rank 0 only. Every rank calls this.
 
-    Returns: {name: tensor}; the state_dict of the shared Adam, or {mode: state_dict}.
+    Returns: {name: tensor}; the state_dict of the shared Adam, or {mode: state_dict}. Parameters are `numbered`, so
+    that their groups may change.
     """
     adams = {}
     for name, optimizer in optimizers.items():
-        zero1 = own_adam(optimizer) is not optimizer
-        adams[name] = collect(optimizer, ranks) if zero1 else gather(optimizer.state_dict(), ranks)
+        adam, numbers = own_adam(optimizer), numbered(net, optimizer)
+        own = {numbers[parameter]: entry for parameter, entry in adam.state.items()}
+        groups = [{**group, "params": [numbers[one] for one in group["params"]]}
+                  for group in optimizer.param_groups]
+        adams[name] = {"state": gather(own, ranks) if adam is optimizer else collect(own, ranks),
+                       "param_groups": groups}
     return gather(net.state_dict(), ranks), adams.get("shared", adams)
 
 
-def collect(optimizer, ranks):
+def collect(own, ranks):
     """zero1: the state of a whole Adam on rank 0, in CPU memory; each rank sends the moments of its parameters.
 
+    own: {number of a parameter: {name: tensor}} of this rank. Returns: the same of all ranks.
     ZeroRedundancyOptimizer.consolidate_state_dict does the same, but takes a minute per GB.
     """
-    adam, parameters = optimizer.optim, optimizer.param_groups[0]["params"]
-    own = {number: adam.state[parameter] for number, parameter in enumerate(parameters) if parameter in adam.state}
     own_sizes = {number: {name: tensor.shape for name, tensor in entry.items()} for number, entry in own.items()}
     sizes = agree.gather_objects(ranks, own_sizes)
     numbers = sorted(number for sizes_of_rank in sizes for number in sizes_of_rank)
@@ -326,7 +346,7 @@ def collect(optimizer, ranks):
                 elif ranks.rank == 0:
                     state[number][name] = torch.empty(size)
                     dist.recv(state[number][name], sender, group=ranks.cpu)
-    return {"state": state, "param_groups": [{**adam.param_groups[0], "params": list(range(len(parameters)))}]}
+    return state
 
 
 def replicated(net, optimizers=None):

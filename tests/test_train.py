@@ -236,6 +236,25 @@ def test_shared_moments_become_those_of_each_mode_but_not_the_other_way(data, tm
     assert "set optim.moments to per_mode, or start a new run with --fresh --init-from" in said
 
 
+def test_groups_of_parameters_keep_their_rates_and_a_resumed_run_its_bits(data, tmp_path, monkeypatch):
+    """Also in other groups: a checkpoint knows parameters by their place in the network."""
+    def in_groups(*groups):
+        monkeypatch.setattr(om.optim, "make_optimizer", lambda net, ranks, cfg: torch.optim.Adam([
+            {"params": [one for one in net.parameters() if one.dim() in dims], "lr": lr} for dims, lr in groups]))
+
+    changes = {"optim__lr": 1e-3, "run__epochs": 1}
+    in_groups(((1, 2), 0.0), ((0, 3, 4, 5), 5e-4))
+    assert train(data, tmp_path / "whole", **changes) == 0
+    assert train(data, tmp_path / "parts", "--max-steps-before-restart", "3", **changes) == 42
+    in_groups(((0, 3, 4, 5), 5e-4), ((1,), 0.0), ((2,), 0.0))
+    assert train(data, tmp_path / "parts", **changes) == 0
+    one, other = (newest_state(tmp_path / name) for name in ("whole", "parts"))
+    assert equal(one["model"], other["model"]) and equal(one["optimizer"]["state"], other["optimizer"]["state"])
+    before = build_network(config(data, **QUICK)).state_dict()
+    moved = {tensor.dim() for name, tensor in one["model"].items() if not torch.equal(tensor, before[name])}
+    assert 5 in moved and not moved & {1, 2}
+
+
 def test_finished_run_says_so_and_trains_no_further(data, tmp_path, finished, whole, capfd):
     assert train(data, tmp_path, **CARRIED) == 0
     assert f"weights {final_sha256(whole)}" in capfd.readouterr().out
