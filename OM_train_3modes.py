@@ -225,7 +225,9 @@ def set_up(cfg, args, ranks, folder):
     run.optimizers = optim.make_optimizers(run.net, ranks, cfg, [mode.name for mode in run.modes])
     run.ema = optim.new_ema(run.net, cfg, content.get("ema") if newest else None)
     if newest:
-        optim.load_optimizers(run.net, run.optimizers, content["optimizer"])
+        for change in optim.load_optimizers(run.net, run.optimizers, content["optimizer"]):
+            if ranks.rank == 0:
+                print(f"changed since the checkpoint: {change}")
     return run
 
 

@@ -246,12 +246,19 @@ def load_optimizers(net, optimizers, saved):
     """Load this rank's part of a checkpoint's Adam state; see `compare_moments`. saved: from `gather_state`.
 
     Options such as the weight decay stay those of the optimizers, which the code or the config may have changed.
+    Returns: sentences on what is not loaded, because the state is of another kind of optimizer.
     """
+    changes = []
     for name, optimizer in optimizers.items():
         whole_state = saved if "param_groups" in saved else saved.get(name)  # it numbers all parameters in order
         if not whole_state:
             continue
         adam, numbers = own_adam(optimizer), numbered(net, optimizer)
+        kind = whole_state["param_groups"][0].get("kind", "Adam")  # older versions wrote none
+        if kind not in [parent.__name__ for parent in type(adam).__mro__]:
+            changes.append("the optimizer starts afresh, because the checkpoint has the state of another one: "
+                           f"{kind} -> {type(adam).__name__}")
+            continue
         for groups in (optimizer.param_groups, adam.param_groups):
             for group, before in zip(groups, whole_state["param_groups"]):
                 group["lr"] = before["lr"]  # that of the last step, which a checkpoint without a further one has
@@ -262,6 +269,7 @@ def load_optimizers(net, optimizers, saved):
                     state[numbers[parameter]] = {key: part_like(parameter, value) for key, value in entry.items()}
             groups.append({**group, "params": [numbers[parameter] for parameter in group["params"]]})
         adam.load_state_dict({"state": state, "param_groups": groups})
+    return dict.fromkeys(changes)
 
 
 def part_like(parameter, value):
@@ -321,7 +329,7 @@ def gather_state(net, optimizers, ranks):
     for name, optimizer in optimizers.items():
         adam, numbers = own_adam(optimizer), numbered(net, optimizer)
         own = {numbers[parameter]: entry for parameter, entry in adam.state.items()}
-        groups = [{**group, "params": [numbers[one] for one in group["params"]]}
+        groups = [{**group, "kind": type(adam).__name__, "params": [numbers[one] for one in group["params"]]}
                   for group in optimizer.param_groups]
         adams[name] = {"state": gather(own, ranks) if adam is optimizer else collect(own, ranks),
                        "param_groups": groups}

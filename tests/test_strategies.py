@@ -180,7 +180,8 @@ def same_state(weights, adam, saved):
     """Whether a gathered state is that of a checkpoint, bit by bit; every tensor whole and plain."""
     found, wanted = dict(leaves([weights, adam])), dict(leaves([saved["model"], saved["optimizer"]]))
     return found.keys() == wanted.keys() and all(
-        torch.equal(torch.as_tensor(found[path]), torch.as_tensor(value)) for path, value in wanted.items())
+        found[path] == value if isinstance(value, str) else torch.equal(*map(torch.as_tensor, (found[path], value)))
+        for path, value in wanted.items())
 
 
 def leaves(value, where=()):

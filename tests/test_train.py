@@ -255,6 +255,17 @@ def test_groups_of_parameters_keep_their_rates_and_a_resumed_run_its_bits(data, 
     assert 5 in moved and not moved & {1, 2}
 
 
+@pytest.mark.parametrize("other", [torch.optim.RMSprop, torch.optim.Adagrad])
+def test_another_kind_of_optimizer_starts_afresh(data, tmp_path, monkeypatch, capfd, other):
+    assert train(data, tmp_path, "--max-steps-before-restart", "1") == 42
+    monkeypatch.setattr(om.optim, "make_optimizer", lambda net, ranks, cfg: other(net.parameters(), cfg["optim.lr"]))
+    for said in (True, False):
+        capfd.readouterr()
+        assert train(data, tmp_path, "--max-steps-before-restart", "1") == 42
+        assert (f"the optimizer starts afresh, because the checkpoint has the state of another one: Adam -> "
+                f"{other.__name__}" in capfd.readouterr().out) is said
+
+
 def test_finished_run_says_so_and_trains_no_further(data, tmp_path, finished, whole, capfd):
     assert train(data, tmp_path, **CARRIED) == 0
     assert f"weights {final_sha256(whole)}" in capfd.readouterr().out
