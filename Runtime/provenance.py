@@ -21,21 +21,43 @@ from Runtime.run_lock import launch_files
 SETTINGS = re.compile("(NCCL|RCCL|CCL|GLOO|UCX|FI|I_MPI|MPICH|MIOPEN|HSA|HIP|ROCR|CUDA|ZE|ZES|ONEAPI|SYCL|NEO|TORCH|"
                       "PYTORCH|OMP|MKL|KMP|MASTER|CLUSTER|PYTHONPATH)(_.*)?$")
 
+MOST_NEW = 2 ** 20  # bytes of a file that git does not know; of a larger one only the name is kept
+
 
 def settings():
     """{name: value} of the variables of this process that drivers, communication libraries and torch read."""
     return {name: value for name, value in sorted(os.environ.items()) if SETTINGS.match(name)}
 
 
-def git(*arguments):
-    """Output of a git command in the code's folder; None outside a checkout or if git takes more than 30 s."""
+def git(*arguments, code=0):
+    """Output of a git command in the code's folder that ends with exit code `code`; None if it does not, outside a
+    checkout, or if git takes more than 30 s."""
     if not (Path(__file__).parents[1] / ".git").exists():  # installed, perhaps inside somebody's own checkout
         return None
     try:
-        return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True,
-                              errors="replace", check=True, timeout=30).stdout
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True,
+                              errors="replace", timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout if done.returncode == code else None
+
+
+def local_changes():
+    """What `git diff` says of the code beside its commit, also of loaded files that git does not know; "" for nothing.
+
+    Only loaded files, because a checkout may hold any number of others, which take no part in the run.
+    """
+    root = Path(__file__).parents[1]
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    own = sorted({path for path in map(os.path.abspath, filter(None, files)) if path.endswith(".py")
+                  and path.startswith(f"{root}{os.sep}") and "site-packages" not in path})
+    unknown = git("ls-files", "--others", "--exclude-standard", "-z", "--", *own) if own else None
+    changes = [git("diff", "HEAD")]
+    for name in (unknown or "").split("\0")[:-1]:
+        large = (root / name).stat().st_size > MOST_NEW
+        changes.append(f"{name}: new, and too large to be kept\n" if large else
+                       git("diff", "--no-index", "--", os.devnull, name, code=1))
+    return "".join(filter(None, changes))
 
 
 def described(mode):
@@ -58,7 +80,7 @@ def save_launch(run, cfg, step, modes):
     for name in dict.fromkeys(names):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
+    commit, changes = git("rev-parse", "HEAD"), local_changes()
     job = {name: value for name, value in sorted(os.environ.items()) if re.match("SLURM_(JOB|NTASKS|NNODES)", name)}
     launch = {"started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "step": step,
               "command": [sys.executable, *sys.argv], "host": platform.node(), "commit": commit and commit.strip(),

@@ -28,11 +28,10 @@ from Inference.load_model import load_model
 from Inference.registration import register
 from Report.run import headline, state_of
 from Report.run_logs import read_run
-from Runtime import checkpoint
+from Runtime import checkpoint, provenance
 from Runtime.device import precision
 from Runtime.errors import InputError
 from Runtime.files import partial_path
-from Runtime.provenance import git
 from Supervisor import attempts
 from tests import launching, warm
 from tests.tiny import (
@@ -208,7 +207,32 @@ def test_changes_of_the_code_that_are_not_utf8_are_kept_too(tmp_path):
     for words in (["init", "-q"], ["add", "notes.txt"]):
         launching.run(["git", *words], cwd=tmp_path, check=True)
     (tmp_path / "notes.txt").write_bytes(b"voil\xe0\n")
-    assert "+voil\ufffd\n" in git("-C", str(tmp_path), "diff")
+    assert "+voil\ufffd\n" in provenance.git("-C", str(tmp_path), "diff")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+def test_the_changes_of_a_launch_hold_new_files_that_it_has_loaded(tmp_path, monkeypatch):
+    """As a patch that git can apply; an empty one, one without a last line end, and one that is too large."""
+    (tmp_path / "Runtime").mkdir()
+    contents = {"known.py": "one = 1\n", "my net.py": "two = 2", "empty.py": "", "other.py": "three = 3\n",
+                "large.py": "#" * provenance.MOST_NEW + "\n"}
+    for number, (name, content) in enumerate(contents.items()):
+        (tmp_path / name).write_text(content)
+        if name != "other.py":
+            module = types.ModuleType(f"loaded{number}")
+            module.__file__ = str(tmp_path / name)
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+    for words in (["init", "-q"], ["add", "known.py"],
+                  ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"]):
+        launching.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "Runtime/provenance.py"))
+    (tmp_path / "known.py").write_text("one = 4\n")
+    changes = provenance.local_changes()
+    assert "+one = 4" in changes and "large.py: new, and too large" in changes and "other.py" not in changes
+    (tmp_path / "a.diff").write_text(changes)
+    launching.run(["git", "apply", "-R", "a.diff"], cwd=tmp_path, check=True)
+    assert (tmp_path / "known.py").read_text() == "one = 1\n" and not (tmp_path / "my net.py").exists()
+    assert not (tmp_path / "empty.py").exists()
 
 
 def counts(adams):
