@@ -360,7 +360,7 @@ def run_mode(run, mode, batches, **raised):
     run.gradients.parts = len(batches) if alone else len(batches) * run.ranks.world_size
 
     # Gradients of all batches but the last accumulate locally; the last backward pass sums them over the ranks.
-    rows, kept, names = [], [], None
+    rows, kept, named = [], [], []
     for number, batch in enumerate(batches, 1):
         is_last = number == len(batches)
         with contextlib.nullcontext() if alone or is_last else run.model.no_sync():
@@ -370,9 +370,7 @@ def run_mode(run, mode, batches, **raised):
             check_result(mode, result)
             loss, terms, *beside = result
             rows.append(torch.stack([value.detach().float() for value in (loss, *terms.values())]))
-            if names not in (None, [*terms]):
-                raise agree.different_terms(mode.name)
-            names = [*terms]
+            named.append([*terms])
             kept += beside
             if not is_last:
                 watchdog.phase("accumulate", mode.name)
@@ -380,14 +378,15 @@ def run_mode(run, mode, batches, **raised):
                 optim.set_aside(run.gradients, run.net.parameters())
 
     # The first point where the host waits for the device, until the forward passes are done.
-    values = torch.stack(rows).cpu().tolist()
+    same = named.count(named[0]) == len(named)
+    values = torch.stack(rows if same else rows[-1:]).cpu().tolist()
     means = {name: sum(value / len(rows) for value in column)
              for name, column in zip([mode.curve, *terms], zip(*values))}
     finite = all(math.isfinite(row[0]) for row in values)
     if not finite:
         watchdog.event("nonfinite", mode=mode.name, terms=means)
     agreed = agree.agree(run.ranks, run.progress.step, mode.name, agree.fingerprint(batches), nonfinite=not finite,
-                         terms=means.values(), names=means, **raised)
+                         terms=means.values(), names=means if same else None, **raised)
     watchdog.phase("backward", mode.name)
     loss.backward()  # even if the loss is not finite: DDP needs a backward after each forward
     if alone:

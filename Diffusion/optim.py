@@ -212,7 +212,7 @@ def make_optimizers(net, ranks, cfg, modes):
     optimizers = {name: make_optimizer(net, ranks, cfg) for name in adam_names(modes, cfg)}
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            group["share"] = group["lr"] / cfg["optim.lr"]
+            group["share"] = group["lr"] / own_adam(optimizer).defaults["lr"]  # 1 but for groups with a rate of their own
     return optimizers
 
 
@@ -254,7 +254,10 @@ def load_optimizers(net, optimizers, saved):
         if not whole_state:
             continue
         adam, numbers = own_adam(optimizer), numbered(net, optimizer)
-        kind = whole_state["param_groups"][0].get("kind", "Adam")  # older versions wrote none
+        kind = whole_state["param_groups"][0].get("kind")
+        if kind is None:  # written up to 1.9.0, with the optimizer's own numbers
+            numbers = {parameter: number for number, parameter in enumerate(optimizer.param_groups[0]["params"])}
+            kind = older_kind(whole_state["state"].values(), adam)
         if kind not in [parent.__name__ for parent in type(adam).__mro__]:
             changes.append("the optimizer starts afresh, because the checkpoint has the state of another one: "
                            f"{kind} -> {type(adam).__name__}")
@@ -270,6 +273,14 @@ def load_optimizers(net, optimizers, saved):
             groups.append({**group, "params": [numbers[parameter] for parameter in group["params"]]})
         adam.load_state_dict({"state": state, "param_groups": groups})
     return dict.fromkeys(changes)
+
+
+def older_kind(entries, optimizer):
+    """The class that wrote a state without a name, as far as its entries tell: that of the optimizer if they fit it."""
+    of_adam = any("exp_avg_sq" in entry for entry in entries)
+    if not entries or of_adam == isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return type(optimizer).__name__
+    return "Adam" if of_adam else "not Adam"
 
 
 def part_like(parameter, value):

@@ -34,7 +34,6 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, judged, device="c
     """
     step, moving_step = thinning(fixed.array.shape), thinning(moving.array.shape)
     filled, fixed, moving = moving, without_filler(fixed), without_filler(moving)
-    warped = warped if filled is moving else np.maximum(warped, moving.array.min())
     fixed, warped, field = fixed.every(step), warped[(slice(None, None, step),) * warped.ndim], every(field, step)
     by_header = np.zeros_like(field)
     before = apply_field(moving.array, moving.affine, by_header, fixed.affine)
@@ -47,9 +46,9 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, judged, device="c
     parts = [apply_field(*known, each, fixed.affine) for each in (by_header, field)]
     seen_before, seen = (part > least for part in parts)
     if is_whole:  # the outer half voxel counts, where `apply_field` fades to the lowest intensity
-        low = moving.array.min()
-        before, warped = (low + (image - low) / np.maximum(part, least)
-                          for image, part in zip((before, warped), parts))
+        before, warped = (low + (image - low) / np.maximum(part, least) for image, part, low in zip(
+            (before, warped), parts, (moving.array.min(), filled.array.min())))
+    warped = warped if filled is moving else np.maximum(warped, moving.array.min())
     scores, body = image_scores(fixed.array, source, before, warped, seen_before, seen, fixed.mask, device)
     scores["stretched_percent"] = stretched_percent(field, np.linalg.inv(fixed.affine) @ matrix @ fixed.affine, body)
     scores.update(field_scores(field, body), **affine_scores(matrix, len(field), fixed.affine),

@@ -39,10 +39,11 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
 
     ranks: Ranks of Runtime/launch.py. step: step of the run. branch: mode or phase. shapes: a `fingerprint`.
     weights: None, or {name: tensor} to compare. nonfinite: whether this rank's loss is NaN or infinite. leave: one of
-    REASONS. save: whether to write a checkpoint. terms: up to TERMS floats. names: of the terms, in order.
+    REASONS. save: whether to write a checkpoint. terms: up to TERMS floats. names: of the terms, in order; None if this
+    rank's batches differ in them.
     Returns: Agreed.
-    Raises OutOfStep on every rank if step, branch, shapes or weights differ, InputError on every rank if names do, and
-    for more than TERMS terms.
+    Raises OutOfStep on every rank if step, branch, shapes or weights differ, InputError on every rank if names do, on
+    one rank or between them, and for more than TERMS terms.
     """
     if len(terms) > TERMS:
         raise InputError(f"mode {branch} returns {len(terms)} loss terms, at most {TERMS} are exchanged: return fewer, "
@@ -51,28 +52,26 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
     padded = [float(value) for value in terms] + [0.0] * (TERMS - len(terms))
     sums = None if weights is None else checksums(weights.values())
     own_row = [step, digest(branch), shapes, 0 if sums is None else digest(sums),
-               digest(repr([*names])), nonfinite, REASONS.index(leave), save, *padded]
+               digest(repr(names and [*names])), nonfinite, REASONS.index(leave), save, *padded]
     rows = gather(ranks, torch.tensor(own_row, dtype=torch.float64))
     for column, name in enumerate(SAME):
         values = rows[:, column].tolist()
         if len(set(values)) == 1:
             continue
         if name == "names":
-            raise different_terms(branch)
+            names = None
+            continue
         if name == "branch":
             values = gather_objects(ranks, branch)  # every rank sees the difference, so every rank calls this
         if name == "weights" and sums is not None and 0 not in values:
             name, values = differing_tensor(ranks, dict(zip(weights, sums.tolist())))
         raise out_of_step(name, values, step, branch)
+    if names is None:  # the means would be of different things
+        raise InputError(f"mode {branch} returns different terms for different batches: return every term always and "
+                         "in one order, 0 where it does not apply.")
     nonfinite, leave, save = rows[:, len(SAME):-TERMS].amax(0).tolist()
     return Agreed(nonfinite=bool(nonfinite), leave=REASONS[int(leave)], save=bool(save),
                   terms=rows[:, -TERMS:].mean(0)[:len(terms)].tolist())
-
-
-def different_terms(mode):
-    """The error for a mode whose batches do not all have the same terms: their means would be of different things."""
-    return InputError(f"mode {mode} returns different terms for different batches: return every term always and in one "
-                      "order, 0 where it does not apply.")
 
 
 def differing_tensor(ranks, sums):

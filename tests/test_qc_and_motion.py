@@ -1,6 +1,5 @@
 """All results on one page, and a series whose motion is known."""
 import json
-import os
 import shutil
 import signal
 
@@ -271,7 +270,7 @@ def test_a_run_that_is_broken_off_is_not_complete_and_keeps_its_frames(tmp_path,
     assert run(*words) == 0
     reference = (tmp_path / "out/reference.nii.gz").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(motion, "do_all", lambda *_: signal.default_int_handler())  # as Ctrl-C would, once it is reached
+        patch.setattr(motion, "do_all", lambda *_: signal.default_int_handler(signal.SIGINT, None))  # as Ctrl-C
         assert run(*words, "--again") == 130
     assert (tmp_path / "out/reference.nii.gz").read_bytes() != reference
     assert not read_results(tmp_path / "out")["complete"]

@@ -290,6 +290,31 @@ def test_another_kind_of_optimizer_starts_afresh(data, tmp_path, monkeypatch, ca
                 f"{other.__name__}" in capfd.readouterr().out) is said
 
 
+def test_a_state_of_an_older_version_goes_to_the_parameters_that_it_had():
+    """Its numbers are those of the optimizer's own parameters, and it does not name its kind."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(3)))
+    net[0].requires_grad_(False)
+    saved = {"param_groups": [{"lr": 0.5, "params": [0, 1]}],
+             "state": {number: {"momentum_buffer": torch.full((1, 1), float(number))} for number in (0, 1)}}
+    weights = [net[1].weight, net[2].weight]
+    sgd, adam = torch.optim.SGD(weights, 0.1, momentum=0.9), torch.optim.Adam(weights)
+    assert not om.optim.load_optimizers(net, {"shared": sgd}, saved)
+    assert [float(sgd.state[weight]["momentum_buffer"]) for weight in weights] == [0, 1]
+    assert sgd.param_groups[0]["lr"] == 0.5
+    said = om.optim.load_optimizers(net, {"shared": adam}, saved)
+    assert [*said] == ["the optimizer starts afresh, because the checkpoint has the state of another one: not Adam -> "
+                       "Adam"] and not adam.state
+
+
+def test_the_rate_is_that_of_the_config_whatever_the_optimizer_was_made_with(monkeypatch):
+    """And a group with a rate of its own keeps its ratio to that of the others."""
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    monkeypatch.setattr(om.optim, "make_optimizer", lambda *_: torch.optim.SGD(
+        [{"params": weights[:1], "lr": 0.03}, {"params": weights[1:]}], lr=0.3))
+    made = om.optim.make_optimizers(None, None, {"optim.lr": 1e-4, "optim.moments": "shared"}, om.MODES)["shared"]
+    assert [group["share"] for group in made.param_groups] == pytest.approx([0.1, 1.0])
+
+
 def test_finished_run_says_so_and_trains_no_further(data, tmp_path, finished, whole, capfd):
     assert train(data, tmp_path, **CARRIED) == 0
     assert f"weights {final_sha256(whole)}" in capfd.readouterr().out
