@@ -212,7 +212,7 @@ def make_optimizers(net, ranks, cfg, modes):
     optimizers = {name: make_optimizer(net, ranks, cfg) for name in adam_names(modes, cfg)}
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            group["share"] = group["lr"] / own_adam(optimizer).defaults["lr"]  # 1 but for groups with a rate of their own
+            group["share"] = group["lr"] / own_adam(optimizer).defaults["lr"]
     return optimizers
 
 

@@ -72,7 +72,7 @@ BETTER = 0.02  # similarity by which the centres must beat the headers, which ar
 # inverse; and for each voxel processed at once. Measured with 1 to 125 million voxels (notebook of 2026-11).
 PROGRAM, READ, WRITTEN, INVERSE = 0.4 * 2 ** 30, 4, 42, 12
 AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 220, 20, 50
-FINE = 50  # for each voxel of the fixed grid, while it is refined slab by slab
+FINE = 52  # for each voxel of the fixed grid, while it is refined slab by slab
 NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its start after going there and back
 SHORTER = {0.2: 100, 0.1: 200}  # steps of the inverse where half ones have not converged, and how many of each
 MOST_SLOWLY = 2 ** 18  # points of a slab for which those are taken: with more, the field is wrong as a whole
