@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
-from Dataloader.dataset import read_datasets
+from Dataloader.dataset import batch_bytes, read_datasets
 from Dataloader.staging import release, stage
 from Runtime.global_batch import split_step
 from Scripts.preflight import checks, collect, preflight
@@ -340,7 +340,11 @@ def test_maps_in_memory_count_for_the_volumes_that_have_them(tmp_path):
 
     def kept(**changes):
         cfg = config(tmp_path, data__in_memory=True, **changes)
-        return checks.memory_need(cfg, split_step(cfg, 1), 0, 0, True, False)["rank"], math.prod(cfg["data.img_size"])
+        split = split_step(cfg, 1)
+        need = checks.memory_need(cfg, split, 0, 0, True, False)
+        batch = batch_bytes(cfg, split.sample_batch, split.pair_batch)
+        assert need["batches"] == batch, "the one that is computed: a CPU reads none ahead without workers"
+        return need["rank"], math.prod(cfg["data.img_size"])
 
     (without, voxels), (labels, _) = kept(loss__dice=0), kept(loss__dice=1)
     train = read_datasets(config(tmp_path), headers_only=True)[0]

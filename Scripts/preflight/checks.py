@@ -233,8 +233,8 @@ def memory_need(cfg, split, process, parameters, on_cpu, writes):
             train, val, _ = read_datasets(cfg, headers_only=True, inputs=VOLUMES_ALONE)
             rank += 4 * voxels * (len(train) + len(val))
             for volumes, kinds in ((train, maps), (val, {"label", *maps})):  # int16, as far as a volume has them
-                count = sum(bool(item[kind]) for item in volumes.items for kind in kinds)
-                rank += 2 * math.prod(cfg["data.img_size"]) * count
+                maps_kept = sum(bool(item[kind]) for item in volumes.items for kind in kinds)
+                rank += 2 * math.prod(cfg["data.img_size"]) * maps_kept
         except InputError:  # the training reports it; the files may arrive before it starts
             rank += 4 * voxels * cfg["data.expect_samples"]
     moments = 2 * (MODES if cfg["optim.moments"] == "per_mode" else 1)
