@@ -173,7 +173,7 @@ require() {  # command, words: `supervise` it; unless it succeeds, the launch en
 finish() {  # exit code, message: end what is left, unlock the folder; near the time limit, requeue
     local said=$2
     supervise 300 clean
-    [[ -d ${OMNIMORPH_RUN:-} ]] || said=${2%; verdict in *}  # a refused first start leaves no folder
+    [[ -f ${OMNIMORPH_RUN:-}/verdict.json ]] || said=${2%; verdict in *}  # a refused first start leaves no folder
     say "$said"
     # What a round's judge has decided, it has told already.
     [[ $1 == 43 && $2 != *verdict.json && -n ${OMNIMORPH_RUN:-}${SLURM_RESTART_COUNT:-} ]] &&

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -35,6 +36,7 @@ SAME_DEATHS, ANY_DEATHS = 3, 10  # the loop stops after this many without a new 
 COMMAND_S = 60.0  # time limit of the user's command (run.notify)
 NOTIFY_S = 15.0  # for a file system that does not respond when that command is looked up
 LAST_LINES = 2 ** 16  # bytes at the end of a rank's log: the lines of its last attempt
+OF_A_FIRST_START = re.compile(r"(attempts|rank\d+)\.jsonl|rank\d+\.stack|(step|verdict)\.json|\.lock")
 PATIENCE_S = 600.0  # for a file system that does not respond, until run.patience_s is read from the config
 SILENT = ("vanished", "frozen", "never started", "a rank did not arrive")  # causes that may lie with a node
 
@@ -104,20 +106,20 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
 def leave_folder(run, token):
     """Unlock a run folder; remove it if it holds nothing but a refused first start, whose error has been printed.
 
-    An empty folder that --fresh leaves would be continued in place of the run before it.
+    Beside a file of somebody else nothing is removed, so that the verdict stays. An empty folder that --fresh leaves
+    would be continued in place of the run before it.
     """
     unlock(run, token)
-    lines, others = history(run), (run / "launches", run / "lock.json")
-    if len(lines) not in (0, 2) or any(path.exists() for path in others) or checkpoint_files(run):
+    lines = history(run)
+    if len(lines) not in (0, 2) or lines and not (is_refusal(lines[-1]) and lines[-1]["decision"] == "stop"):
         return
-    if lines and not (is_refusal(lines[-1]) and lines[-1]["decision"] == "stop"):
-        return
-    with contextlib.suppress(OSError):  # somebody keeps more in it, or the file system does not answer
-        (run / "tmp").rmdir()
-        names = ("attempts.jsonl", "step.json", "verdict.json", ".lock")
-        for path in (*run.glob("rank*"), *(run / name for name in names)):
-            path.unlink(missing_ok=True)
-        run.rmdir()
+    with contextlib.suppress(OSError):  # somebody keeps more in tmp, or the file system does not answer
+        files = [path for path in listed(run) if path.name != "tmp"]
+        if all(OF_A_FIRST_START.fullmatch(path.name) for path in files):
+            (run / "tmp").rmdir()
+            for path in files:
+                path.unlink(missing_ok=True)
+            run.rmdir()
 
 
 def keep_stacks(run, attempt, rank):

@@ -263,10 +263,18 @@ def test_an_option_that_does_not_exist_stops_at_once_and_copies_of_volumes_do_no
         echo 'error: unrecognized arguments: --fersh' >&2; exit 2"""
     with open(kept / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        text = run(tmp_path, 43, rank=rank, more=["--fersh", "--set", f"data.stage={tmp_path / 'stage'}"])
+        more = ["--fersh", "--set", f"data.stage={tmp_path / 'stage'}"]
+        text = run(tmp_path, 43, rank=rank, more=more)
         assert list((tmp_path / "stage").iterdir()) == [kept], text
     assert "attempt 0: refused: rank 0" in text and "unrecognized arguments: --fersh" in text
     assert text.endswith(" stopped after 1 rounds\n") and not run_of(tmp_path).exists(), "nor does the run's folder"
+    theirs = {run_of(tmp_path) / "notes.txt", run_of(tmp_path) / "rankings.csv"}
+    run_of(tmp_path).mkdir()
+    for path in theirs:
+        path.write_text("ours")
+    text, verdict = run(tmp_path, 43, rank=rank, more=more), run_of(tmp_path) / "verdict.json"
+    assert text.endswith(f" stopped after 1 rounds; verdict in {verdict}\n") and ended(tmp_path) == ["stop"]
+    assert {*theirs, verdict} < set(run_of(tmp_path).iterdir()), "all of it stays beside files of somebody else"
 
 
 def test_a_dry_run_is_passed_on(tmp_path):
