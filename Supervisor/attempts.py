@@ -156,9 +156,9 @@ def notify_end(run, line):
         return
     if not command:
         return
-    # Without what makes a process a rank of this launch: a training that the command starts would join this run. Under
-    # Slurm RANKS is ours, elsewhere it may be the user's.
-    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *["RANKS"] * bool(os.environ.get("UNDER_SLURM")))
+    # Without what makes a process a rank of this launch (launch.environment): a training that the command starts would
+    # join this run. Under Slurm RANKS is ours, elsewhere it may be the user's.
+    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_ID", *["RANKS"] * bool(os.environ.get("UNDER_SLURM")))
     environment = {name: value for name, value in os.environ.items()
                    if name not in own and not name.startswith(("OMNIMORPH_", "MASTER_", "TORCHELASTIC_"))}
     environment.update(OMNIMORPH_RUN=str(run), OMNIMORPH_SUBJECT=line["decision"], OMNIMORPH_MESSAGE=line["sentence"])

@@ -479,12 +479,12 @@ def test_a_training_that_the_users_command_starts_is_a_run_of_its_own(tmp_path, 
     kept.parent.mkdir(parents=True)
     kept.write_text(f"run:\n  notify: env > {tmp_path}/told\n")
     with monkeypatch.context() as patch:
-        for name in (*mine, "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "RANKS"):
+        for name in (*mine, "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "RANKS", "SLURM_STEP_ID"):
             patch.setenv(name, mine.get(name, "0"))
         patch.setenv("UNDER_SLURM", slurm)
         attempts.notify_end(Path(mine["OMNIMORPH_RUN"]), {"decision": "done", "sentence": "x"})
     told = (tmp_path / "told").read_text()
-    told = dict(re.findall(r"^(OMNIMORPH_\w+|MASTER_\w+|\w*RANKS?|WORLD_SIZE)=(.*)", told, re.M))
+    told = dict(re.findall(r"^(OMNIMORPH_\w+|MASTER_\w+|\w*RANKS?|WORLD_SIZE|SLURM_STEP_ID)=(.*)", told, re.M))
     given = {"OMNIMORPH_RUN": mine["OMNIMORPH_RUN"], "OMNIMORPH_SUBJECT": "done", "OMNIMORPH_MESSAGE": "x"}
     assert told == given | ({} if slurm else {"RANKS": "0"})
     for name, value in given.items():
