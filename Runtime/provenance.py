@@ -48,15 +48,17 @@ def local_changes():
     Only loaded files, because a checkout may hold any number of others, which take no part in the run.
     """
     root = Path(__file__).parents[1]
-    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    # Not module.__file__: a lazy module may try to import something for it, and fail.
+    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     own = sorted({path for path in map(os.path.abspath, filter(None, files)) if path.endswith(".py")
                   and path.startswith(f"{root}{os.sep}") and "site-packages" not in path})
     unknown = git("ls-files", "--others", "--exclude-standard", "-z", "--", *own) if own else None
     changes = [git("diff", "HEAD")]
     for name in (unknown or "").split("\0")[:-1]:
-        large = (root / name).stat().st_size > MOST_NEW
-        changes.append(f"{name}: new, and too large to be kept\n" if large else
-                       git("diff", "--no-index", "--", os.devnull, name, code=1))
+        with contextlib.suppress(OSError):  # removed since it was loaded
+            large = (root / name).stat().st_size > MOST_NEW
+            changes.append(f"{name}: new, and too large to be kept\n" if large else
+                           git("diff", "--no-index", "--", os.devnull, name, code=1))
     return "".join(filter(None, changes))
 
 

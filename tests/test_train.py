@@ -212,23 +212,30 @@ def test_changes_of_the_code_that_are_not_utf8_are_kept_too(tmp_path):
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
 def test_the_changes_of_a_launch_hold_new_files_that_it_has_loaded(tmp_path, monkeypatch):
-    """As a patch that git can apply; an empty one, one without a last line end, and one that is too large."""
+    """As a patch that git can apply; an empty one, one without a last line end, and one that is too large.
+    Nothing of one that is gone, and of a lazy module, which fails to load."""
     (tmp_path / "Runtime").mkdir()
     contents = {"known.py": "one = 1\n", "my net.py": "two = 2", "empty.py": "", "other.py": "three = 3\n",
-                "large.py": "#" * provenance.MOST_NEW + "\n"}
+                "large.py": "#" * provenance.MOST_NEW + "\n", "gone.py": ""}
     for number, (name, content) in enumerate(contents.items()):
         (tmp_path / name).write_text(content)
         if name != "other.py":
             module = types.ModuleType(f"loaded{number}")
             module.__file__ = str(tmp_path / name)
             monkeypatch.setitem(sys.modules, module.__name__, module)
+    (tmp_path / "gone.py").unlink()
+    (tmp_path / "gone.py").symlink_to("nowhere")  # git lists it, and it has no size
+    lazy = types.ModuleType("lazy")
+    lazy.__getattr__ = lambda name: __import__("no_such_module")
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
     for words in (["init", "-q"], ["add", "known.py"],
                   ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"]):
         launching.run(["git", *words], cwd=tmp_path, check=True)
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "Runtime/provenance.py"))
     (tmp_path / "known.py").write_text("one = 4\n")
     changes = provenance.local_changes()
-    assert "+one = 4" in changes and "large.py: new, and too large" in changes and "other.py" not in changes
+    assert "+one = 4" in changes and "large.py: new, and too large" in changes
+    assert "other.py" not in changes and "gone.py" not in changes
     (tmp_path / "a.diff").write_text(changes)
     launching.run(["git", "apply", "-R", "a.diff"], cwd=tmp_path, check=True)
     assert (tmp_path / "known.py").read_text() == "one = 1\n" and not (tmp_path / "my net.py").exists()
