@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import OM_train_3modes as om
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
 from Dataloader.dataset import batch_bytes, read_datasets
@@ -323,6 +324,9 @@ def test_what_a_node_needs():
     assert need(on_cpu=True)["rank"] - plain["rank"] == 12 * 10 ** 8, "gradients and two moments"
     each = need(True, True, optim__moments="per_mode")
     assert (each["rank"] - plain["rank"], each["checkpoint"]) == (28 * 10 ** 8, 28 * 10 ** 8), "two for each of 3 modes"
+    two = need(True, True, optim__moments="per_mode", loss__contrastive=0)
+    assert (two["rank"] - plain["rank"], two["checkpoint"]) == (20 * 10 ** 8, 20 * 10 ** 8), "one mode is left out"
+    assert checks.MODES == tuple(mode.weights for mode in om.MODES.values())
     alone = need(data__num_workers=0)
     assert alone["rank"] == plain["rank"] + 8 * volume, "it is the rank that holds what reading takes"
     assert alone["batches"] == (1 + 3) * 2 * volume and need(True, data__num_workers=0)["batches"] == 2 * volume

@@ -42,7 +42,8 @@ TRAINING = 125 * 2 ** 20  # bytes that the smallest training adds to a preflight
 WORKER = 190 * 2 ** 20  # bytes of a loader worker before it reads anything
 READING = 8  # volumes of the training grid in float32 held while one of that size is read from its file: 7.4 measured
 SHM = Path("/dev/shm")
-MODES = 3  # at most, of a training
+# Keys of `loss` that weigh each mode of OM_train_3modes.py, which leaves a mode out if all of its are 0.
+MODES = (("dist", "ang", "regul"), ("contrastive",), ("imgsim", "imgmse", "ddf", "dice"))
 VOLUMES_ALONE = ("volumes",)  # only the training knows its modes, so it judges itself whether they have their pairs
 OPEN_FILES = 4096  # enough for the sockets of all ranks and the shared-memory files of all loader workers
 # Variables that name a node's or a rank's own devices, network cards and caches: they may differ.
@@ -237,7 +238,8 @@ def memory_need(cfg, split, process, parameters, on_cpu, writes):
                 rank += 2 * math.prod(cfg["data.img_size"]) * maps_kept
         except InputError:  # the training reports it; the files may arrive before it starts
             rank += 4 * voxels * cfg["data.expect_samples"]
-    moments = 2 * (MODES if cfg["optim.moments"] == "per_mode" else 1)
+    modes = sum(any(cfg[f"loss.{weight}"] for weight in weights) for weights in MODES)
+    moments = 2 * (modes if cfg["optim.moments"] == "per_mode" else 1)
     # On the host: weights, gradients, moments, the average. For a device they are initialised there.
     rank += weights * (2 + moments + bool(cfg["optim.average"]) if on_cpu else 1)
     return {"rank": rank, "worker": WORKER + reading, "workers": workers,
