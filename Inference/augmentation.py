@@ -19,7 +19,7 @@ from Diffusion.fields import jacobian_determinant, then_affine, warp
 from Inference.choices import LABELS, STRIDE
 from Inference.labels import EXACT, label_at
 from Inference.load_model import changed_config, loaded
-from Inference.registration import total_field
+from Inference.registration import corners_on_corners, total_field
 from Runtime.device import own_settings
 from Runtime.errors import InputError
 from Runtime.keyed_random import generator, hashed, uniform
@@ -115,8 +115,7 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
         points = cfg["diffusion.grids"][-1] // 2
         field = ddpm.draw_image_field([points] * dims, [t], [rng_key], "cpu")
         size = np.broadcast_to(cfg["data.img_size"], (dims,))
-        voxels_per_point = np.diag([*(size - 1) / (points - 1), *[1] * (4 - dims)])
-        grid_affine = training_grid(image, affine, cfg, mask) @ voxels_per_point
+        grid_affine = training_grid(image, affine, cfg, mask) @ corners_on_corners([points] * dims, size)
     field = total_field(field, np.linalg.inv(grid_affine) @ affine, image.shape)
     return field if turn is None else then_affine(torch.from_numpy(field)[None], turn)[0].numpy()
 
