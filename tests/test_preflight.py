@@ -515,15 +515,17 @@ def test_all_ranks_of_a_node_that_does_not_come_are_named(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_two_real_ranks(tmp_path):
+@pytest.mark.parametrize("torch_takes", ["", "20"])  # seconds; the second is after the store's part of the time limit
+def test_two_real_ranks(tmp_path, torch_takes):
     words = arguments(tmp_path, "--max-steps-before-restart", "3")
     kept = {name: value for name, value in os.environ.items() if "SLURM" not in name and "OMNIMORPH" not in name}
     variables = {"NODES": socket.gethostname(), "TASKS_PER_NODE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+                 "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
+                 "PYTHONPATH": str(ROOT / "tests/slurm/inject"), "TORCH_TAKES": torch_takes}
     pipeline = """P=Scripts/preflight/preflight.py
         (for RANK in 0 1; do RANK=$RANK LOCAL_RANK=$RANK "$PYTHON" $P --task "$@" & done
         wait -n && wait -n) | "$PYTHON" $P --collect "$@"; echo "${PIPESTATUS[@]}" """
-    ended = launching.run(["bash", "-c", pipeline, "pipeline", *words], timeout=60,
+    ended = launching.run(["bash", "-c", pipeline, "pipeline", *words], timeout=90,
                           env={**kept, **variables}, cwd=ROOT)
     assert ended.stdout == "EXCLUDED=\n0 0\n", ended.stderr
     assert "2 ranks by gloo, 4 MiB at" in ended.stderr and "preflight: passed on 1 node x 2 ranks" in ended.stderr

@@ -78,14 +78,18 @@ def run_task(args):
     context = {"cfg": cfg, "rank": rank, "local_rank": local_rank, "world_size": world_size, "node": node,
                "nodes": nodes, "tasks": tasks, "allow_tmp": args.allow_tmp, "variables": variables, "began": began,
                "findings": findings, "served": None}
+
+    def ends(until):
+        """The deadline of a check. One that begins late, since torch loaded slowly, still gets a little time."""
+        return max(began + until * limit, time.monotonic() + LEAST * limit)
+
     if rank == 0 and world_size > 1:
-        context["served"] = answer(checks.serve, {**context, "ends": began + 0.4 * limit}, stays=True)
+        context["served"] = answer(checks.serve, {**context, "ends": ends(0.4)}, stays=True)
     for name, (function, until, needs) in checks.CHECKS.items():
         if name in checks.OF_THE_NODE and local_rank:
             continue
         ill = next((need for need in needs if not findings[need]["ok"]), "")
-        ends = max(began + until * limit, time.monotonic() + LEAST * limit)
-        findings[name] = checks.skipped(f"{ill} failed") if ill else answer(function, {**context, "ends": ends})
+        findings[name] = checks.skipped(f"{ill} failed") if ill else answer(function, {**context, "ends": ends(until)})
         say(name, findings[name])
     if findings["rendezvous"]["ok"] and local_rank == 0:  # no other node still waits for the marks of this one
         checks.clean_folders(context)

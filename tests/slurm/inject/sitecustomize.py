@@ -1,7 +1,8 @@
 """Devices for tests: this folder on PYTHONPATH makes torch.accelerator report as many as FAKE_DEVICES says for a node.
 
 FAKE_DEVICES is JSON, e.g. {"n1": 2, "n2": 0}, by SLURMD_NODENAME; "hang" is a driver that does not answer. The devices
-are `cpu` ones: tensors on cpu:1 work, and are on the CPU. The product knows nothing of it.
+are `cpu` ones: tensors on cpu:1 work, and are on the CPU. TORCH_TAKES is how many seconds more torch takes to load, as
+from a slow file system. The product knows nothing of it.
 """
 import json
 import os
@@ -26,7 +27,10 @@ def report_devices(accelerator):
     accelerator.current_accelerator = current_accelerator
 
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from after_import import after_import  # noqa: E402
+
 if os.environ.get("FAKE_DEVICES"):
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
-    from after_import import after_import
     after_import("torch.accelerator", report_devices)
+if os.environ.get("TORCH_TAKES"):
+    after_import("torch", lambda torch: time.sleep(float(os.environ["TORCH_TAKES"])))
