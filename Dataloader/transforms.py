@@ -5,6 +5,7 @@ direction in which images are resampled. ITK uses that direction too, but with x
 FreeSurfer use the opposite direction, from moving to fixed.
 """
 import io
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from scipy.io.matlab import MatReadError
 
 from Dataloader import formats
 from Dataloader.formats import TO_LPS
-from Dataloader.grids import is_singular
+from Dataloader.grids import is_singular, same_grid
 from Dataloader.nifti import (
     ends_in,
     from_itk,
@@ -60,7 +61,8 @@ def read_matrix(path, fixed, moving, dims=3):
         raise InputError(f"{path}: a matrix ends in {', '.join(MATRICES)}, and a field in {', '.join(FIELDS)}.")
     numbers = _plain_numbers(content)
     if suffix == ".lta":
-        matrix = _from_lta(path, content.decode(errors="replace"))
+        matrix = _from_lta(path, content.decode(errors="replace"), *(read_header(each, dims)
+                                                                     for each in (fixed, moving)))
     elif numbers is not None and suffix != ".mat":
         raise InputError(f"{path}: sixteen numbers do not say whose matrix they are; rename it to .mat if it is one of "
                          "FSL's flirt, and write others (NiftyReg, numpy) as an ITK transform.")
@@ -198,19 +200,33 @@ def _fsl_grid(shape, affine, zooms):
     return grid
 
 
-def _from_lta(path, text):
-    """T of a FreeSurfer .lta file, voxel to voxel or RAS to RAS, which maps the source (moving) to the destination."""
+def _from_lta(path, text, fixed, moving):
+    """T of a FreeSurfer .lta file, voxel to voxel or RAS to RAS, which maps the source (moving) to the destination.
+
+    fixed, moving: (shape, affine). Prints a warning if the file names these two volumes the other way round; it may
+    name others, which lie in the same place.
+    """
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     fields = {key.strip(): value.split() for key, equals, value in (line.partition("=") for line in lines) if equals}
+    volumes = []
     try:
-        kind, first = int(fields["type"][0]), lines.index("1 4 4") + 1
-        matrix = np.array([line.split() for line in lines[first:first + 4]], np.float64).reshape(4, 4)
+        kind, starts = int(fields["type"][0]), [number for number, line in enumerate(lines, 1) if line == "1 4 4"]
+        if len(starts) != 1:
+            raise ValueError(f"it has {len(starts)}")
+        matrix = np.array([line.split() for line in lines[starts[0]:starts[0] + 4]], np.float64).reshape(4, 4)
+        if kind == VOX_TO_VOX or [line.replace(" ", "") for line in lines].count("valid=1") == 2:
+            volumes = [_lta_volume(lines, f"{side} volume info") for side in ("src", "dst")]
         if kind == VOX_TO_VOX:
-            source, target = (_lta_volume(lines, f"{side} volume info") for side in ("src", "dst"))
-            matrix = target @ matrix @ np.linalg.inv(source)
+            matrix = volumes[1][1] @ matrix @ np.linalg.inv(volumes[0][1])
     except (KeyError, ValueError, IndexError, np.linalg.LinAlgError) as error:
         raise InputError(f"{path}: not a readable .lta file with one matrix ({error}); export it again.") from error
+    if (volumes and not same_grid(*fixed, *moving)
+            and same_grid(*fixed, *volumes[0]) and same_grid(*moving, *volumes[1])):
+        # Only a warning: nitransforms names the two volumes in this order for a matrix from moving to fixed.
+        print(f"warning: {path}: its header says that it leads from the fixed volume to the moving one; if the "
+              "result is wrong, exchange --fixed and --moving, or invert it: lta_convert --inlta A.lta --outlta B.lta "
+              "--invert.", file=sys.stderr)
     if kind not in (VOX_TO_VOX, RAS_TO_RAS):
         raise InputError(f"{path}: this .lta has type {kind}; convert it with lta_convert --inlta A.lta --outlta "
                          "B.lta.")
@@ -218,14 +234,14 @@ def _from_lta(path, text):
 
 
 def _lta_volume(lines, heading):
-    """The voxel-to-RAS 4x4 of a volume described in a .lta file."""
+    """The shape and the voxel-to-RAS 4x4 of a volume described in a .lta file."""
     first = lines.index(heading) + 1
     fields = {key.strip(): np.array(value.split(), np.float64) for key, equals, value in (
         line.partition("=") for line in lines[first:first + 8]) if equals and key.strip() not in ("valid", "filename")}
     affine = np.eye(4)
     affine[:3, :3] = np.stack([fields[name] for name in ("xras", "yras", "zras")], 1) * fields["voxelsize"]
     affine[:3, 3] = fields["cras"] - affine[:3, :3] @ (fields["volume"] / 2)
-    return affine
+    return tuple(fields["volume"].astype(int)), affine
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -128,17 +128,32 @@ def lta_volume(name, shape, affine):
     return "\n".join(lines) + "\n"
 
 
+def lta(kind, matrix):
+    """A .lta file of `pair`. matrix: 4x4, from moving to fixed."""
+    rows = "\n".join(" ".join(f"{number:.15e}" for number in row) for row in matrix)
+    return (f"# a comment\ntype      = {kind} # LINEAR\nnxforms   = 1\nmean      = 0 0 0\nsigma     = 1\n1 4 4\n{rows}"
+            + "\n" + lta_volume("src", MOVING_SHAPE, MOVING) + lta_volume("dst", SHAPE, OBLIQUE)
+            + "subject fsaverage\nfscale 0.15\n")
+
+
 @pytest.mark.parametrize("kind", [0, 1], ids=["voxels", "RAS"])
-def test_a_matrix_of_freesurfer(tmp_path, pair, kind):
+def test_a_matrix_of_freesurfer(tmp_path, pair, capsys, kind):
     fixed, moving, matrix = pair()
     to_fixed = np.linalg.inv(matrix)
     if kind == 0:
         to_fixed = np.linalg.inv(OBLIQUE) @ to_fixed @ MOVING
-    rows = "\n".join(" ".join(f"{number:.15e}" for number in row) for row in to_fixed)
-    text = f"# a comment\ntype      = {kind} # LINEAR\nnxforms   = 1\nmean      = 0 0 0\nsigma     = 1\n1 4 4\n{rows}\n"
-    (tmp_path / "reg.lta").write_text(text + lta_volume("src", MOVING_SHAPE, MOVING) + lta_volume("dst", SHAPE, OBLIQUE)
-                                      + "subject fsaverage\nfscale 0.15\n")
+    text = lta(kind, to_fixed)
+    (tmp_path / "reg.lta").write_text(text)
     np.testing.assert_allclose(read_matrix(tmp_path / "reg.lta", fixed, moving), matrix, atol=1e-6)
+    assert not capsys.readouterr().err
+    read_matrix(tmp_path / "reg.lta", moving, fixed)
+    assert "reg.lta: its header says that it leads from the fixed volume to the moving one" in capsys.readouterr().err
+    if kind == 1:  # it needs no volumes
+        (tmp_path / "bare.lta").write_text(text[:text.index("src volume info")] + "src volume info\nvalid = 0\n")
+        np.testing.assert_allclose(read_matrix(tmp_path / "bare.lta", fixed, moving), matrix, atol=1e-6)
+    (tmp_path / "two.lta").write_text(text + text[text.index("1 4 4"):])
+    with refused("two.lta", "with one matrix .it has 2."):
+        read_matrix(tmp_path / "two.lta", fixed, moving)
 
 
 @pytest.mark.parametrize("moving_affine", [MOVING, FLIPPED], ids=["kept", "flipped"])
