@@ -46,6 +46,7 @@ VECTOR = 1007  # NIfTI's intent code for a vector per voxel, which ITK and ANTs 
 PLACE_CODES = range(6)  # the sform and qform codes that NIfTI defines
 ZOOMS_APART = 0.01  # by which sizes of voxels in sform and pixdim may differ without a warning, as a fraction
 PLACED_APART = 0.1  # voxels by which sform and qform may differ without a warning
+DISPLACEMENT = 1006  # and its code for a displacement in millimetres
 FSL_INTENTS = range(2006, 2020)  # displacements and coefficients of FNIRT and TOPUP
 LPS = np.array([-1.0, -1.0, 1.0])  # signs from RAS to ITK's world, whose first two axes point the other way
 
@@ -613,6 +614,10 @@ def read_field(path, dims=3, across=False):
     if not in_mm and not (len(shape) == 4 and shape[3] == 3):
         raise InputError(f"{path}: shape {shape} is not a displacement field; it has to be (X, Y, Z, 1, 3) in "
                          "millimetres (ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
+    if not in_mm and int(image.header["intent_code"]) in (VECTOR, DISPLACEMENT):
+        raise InputError(f"{path}: shape {shape} means voxels (Learn2Reg), but intent {image.header['intent_code']} "
+                         "millimetres; if its numbers are voxels, set the intent to 0, and if they are millimetres in "
+                         "LPS, as in ITK, insert an axis: (X, Y, Z, 1, 3).")
     require_one_plane(path, shape, dims)
     affine = read_affine(path, image, dims)
     dims = 3 if across else dims
@@ -641,18 +646,21 @@ def is_in_mm(shape):
 def _require_ours(path, header):
     """Raise InputError for a field from a program that uses the same shape with another meaning."""
     code, name = int(header["intent_code"]), header["intent_name"].item().decode("latin-1").strip("\0 ")
-    theirs = None
+    theirs = advice = None
+    from_ras = "change the sign of x and y, and save them as a new file of shape (X, Y, Z, 1, 3)"
     if ends_in(path, FREESURFER):
-        theirs = "a warp of FreeSurfer"
+        theirs, advice = "a warp of FreeSurfer", "mri_warp_convert writes it with --outitk"
     elif code in FSL_INTENTS:
         theirs = f"a field of FSL (intent {code}), in millimetres along its own axes"
+        advice = "wb_command -convert-warpfield writes it with -from-fnirt ... -to-itk"
     elif name == "NREG_TRANS":
-        theirs = "a transformation of NiftyReg, which stores positions"
+        theirs, advice = "a transformation of NiftyReg", f"let reg_transform -disp write displacements, {from_ras}"
     elif name == "Mapping" or Path(path).name.startswith(("y_", "iy_")):
         theirs = "a deformation of SPM, which stores positions"
+        advice = f"subtract those of the voxels, in mm, {from_ras}"
     if theirs:
         raise InputError(f"{path}: {theirs}, not displacements as ITK, ANTs or Learn2Reg write them; convert the "
-                         "field to ITK's format, for example with wb_command -convert-warpfield ... -to-itk.")
+                         f"field to ITK's format: {advice}.")
 
 
 def move_points(points_mm, field, affine):

@@ -182,6 +182,15 @@ def test_what_is_no_field_is_refused(tmp_path, array, words):
         read_field(tmp_path / "field.nii.gz")
 
 
+@pytest.mark.parametrize("intent", [1006, 1007])
+def test_a_field_whose_shape_and_intent_disagree_is_refused(tmp_path, intent):
+    header = nibabel.Nifti1Header()
+    header.set_intent(intent)
+    write_volume(tmp_path / "field.nii.gz", np.zeros((4, 5, 6, 3), np.float32), np.eye(4), header)
+    with pytest.raises(InputError, match=f"field.nii.gz: .* means voxels .* intent {intent} millimetres"):
+        read_field(tmp_path / "field.nii.gz")
+
+
 def test_a_field_is_checked_as_a_volume_is(tmp_path):
     image = nibabel.Nifti1Image(np.ones((5, 6, 7, 3), np.float32), None)
     image.header.set_sform(np.diag([1.0, 1, 0, 1]), 1)
