@@ -71,9 +71,12 @@ def read_matrix(path, fixed, moving, dims=3):
         matrix = _from_fsl(numbers, *((*read_header(each, dims), read_raw_header(each).get_zooms())
                                       for each in (fixed, moving)))
     elif content.startswith(b"#Insight Transform File"):
-        matrix = _from_itk(path, *_itk_text(path, content.decode(errors="replace")))
+        matrix = _from_itk(path, dims, *_itk_text(path, content.decode(errors="replace")))
+    elif b"(TransformParameters " in content:
+        raise InputError(f"{path}: a transform of elastix; let transformix -def all write deformationField.nii.gz, as "
+                         "docs/coming_from.md shows, and give that.")
     else:
-        matrix = _from_itk(path, *_itk_matlab(path, content))
+        matrix = _from_itk(path, dims, *_itk_matlab(path, content))
     _require_invertible(path, matrix)
     return matrix
 
@@ -136,8 +139,11 @@ def _itk_matlab(path, content):
     return names[0], found[names[0]].ravel().astype(np.float64), found["fixed"].ravel().astype(np.float64)
 
 
-def _from_itk(path, name, parameters, centre):
-    """T of an ITK transform: x -> M (x - c) + t + c, in LPS. A 2D transform acts in the plane of the first two axes."""
+def _from_itk(path, wanted, name, parameters, centre):
+    """T of an ITK transform: x -> M (x - c) + t + c, in LPS. A 2D transform acts in the plane of the first two axes.
+
+    wanted: axes of the volumes.
+    """
     kind, dims = name.split("_")[0], len(centre)
     if kind in ("AffineTransform", "MatrixOffsetTransformBase") and len(parameters) == dims * (dims + 1):
         linear, shift = parameters[:dims * dims].reshape(dims, dims), parameters[dims * dims:]
@@ -154,6 +160,8 @@ def _from_itk(path, name, parameters, centre):
     else:
         raise InputError(f"{path}: {name} is not an affine matrix; give an AffineTransform, or {INTO_A_FIELD}.")
     lps, dims = np.eye(4), len(shift)
+    if dims < wanted:
+        raise InputError(f"{path}: {name} is for slices, but the volumes are 3D; give a transform of three axes.")
     lps[:dims, :dims] = linear
     lps[:dims, 3] = shift + centre - linear @ centre
     return TO_LPS @ lps @ TO_LPS
@@ -267,9 +275,15 @@ def read_any_field(path, dims=3, across=False):
     across: as for `read_field`. Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4.
     Raises InputError naming the file.
     """
+    require_file(path)
+    if ends_in(path, MATRICES):
+        raise InputError(f"{path}: a matrix, not a field; OM_register.py --fixed F --moving M --initial "
+                         f"{Path(path).name} --refine 0 --out R applies it.")
+    if formats.is_itk(path):
+        raise InputError(f"{path}: a field ends in {', '.join(FIELDS)}; convert it: SimpleITK.WriteImage("
+                         f'SimpleITK.ReadImage("{Path(path).name}"), "field.nii.gz").')
     if Path(path).suffix.lower() != ".h5":
         return read_field(path, dims, across)
-    require_file(path)
     sitk = formats.import_sitk(path)
     try:
         transform = sitk.DisplacementFieldTransform(sitk.ReadTransform(str(path)))

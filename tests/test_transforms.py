@@ -101,6 +101,8 @@ def test_a_matrix_of_two_axes(tmp_path, transform, parameters, suffix):
     transform.SetCenter((2, 5))
     path = tmp_path / f"a{suffix}"
     sitk.WriteTransform(transform, str(path))
+    with refused(path.name, "is for slices, but the volumes are 3D"):
+        read_matrix(path, None, None)
     matrix = read_matrix(path, None, None, 2)
     found = moved(matrix, np.array([[7.0, -8, 6]]))[0]
     assert found == pytest.approx([*np.negative(transform.TransformPoint((-7.0, 8.0))), 6])
@@ -171,6 +173,8 @@ def test_nitransforms_writes_what_we_read(tmp_path, pair, suffix, program, movin
     ("a.lta", b"type = 1\n", "not a readable .lta file"),
     ("a.lta", b"type = 14\n1 4 4\n" + b"1 0 0 0\n" * 4, "this .lta has type 14"),
     ("a.xfm", b"1 2 3", "a matrix ends in .mat"), ("a.mat", b"0 " * 16, "cannot be inverted"),
+    ("TransformParameters.0.txt", b'(Transform "EulerTransform")\n(TransformParameters 0 0 0 1 2 3)\n',
+     "a transform of elastix; let transformix -def all"),
     ("a.txt", b"1 0 0 0\n0 1 0 0\n0 0 1 0\n0 0 0 1\n", "sixteen numbers do not say whose matrix"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: BSplineTransform_double_3_3\nParameters: 1\n"
      b"FixedParameters: 0 0 0\n", "is not an affine matrix; .*TransformToDisplacementField"),
@@ -257,9 +261,12 @@ def test_a_composite_is_read_once_it_has_become_one_field(tmp_path):
 
 def test_what_is_no_field_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "a.h5").write_bytes(b"nothing")
-    sitk.WriteTransform(ITK["affine"], str(tmp_path / "matrix.h5"))
+    for name in ("matrix.h5", "matrix.tfm"):
+        sitk.WriteTransform(ITK["affine"], str(tmp_path / name))
+    sitk.WriteImage(sitk.Image([4, 5, 6], sitk.sitkVectorFloat64, 3), str(tmp_path / "field.mha"))
     for name, reason in (("a.h5", "not an ITK displacement field"), ("matrix.h5", "has to be a .tfm or .mat file"),
-                         ("none.h5", "no such file")):
+                         ("none.h5", "no such file"), ("matrix.tfm", "a matrix, not a field; .* --refine 0"),
+                         ("field.mha", "a field ends in .nii.gz, .* convert it: SimpleITK.WriteImage")):
         with refused(name, reason):
             read_any_field(tmp_path / name)
     monkeypatch.setitem(sys.modules, "SimpleITK", None)
