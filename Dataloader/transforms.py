@@ -19,6 +19,8 @@ from Dataloader.grids import is_singular, same_grid
 from Dataloader.nifti import (
     ends_in,
     from_itk,
+    is_in_mm,
+    open_nifti,
     read_field,
     read_header,
     read_raw_header,
@@ -42,6 +44,18 @@ VOX_TO_VOX, RAS_TO_RAS = 0, 1  # FreeSurfer's types of transform in a .lta file
 def is_field(path):
     """Whether a path names a field, not a matrix."""
     return ends_in(path, FIELDS)
+
+
+def meaning(path):
+    """How the numbers of a readable field or matrix are understood, as a phrase."""
+    if is_field(path):
+        in_mm = ends_in(path, ".h5") or is_in_mm(open_nifti(path).shape)
+        return "displacements in " + ("millimetres, as ITK and ANTs have them" if in_mm else
+                                      "voxels, as Learn2Reg has them")
+    if ends_in(path, ".lta"):
+        return "a matrix of FreeSurfer"
+    is_fsl = _plain_numbers(Path(path).read_bytes()) is not None
+    return "sixteen numbers, taken for a matrix of FSL's flirt" if is_fsl else "a matrix of ITK"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

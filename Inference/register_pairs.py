@@ -16,8 +16,6 @@ from Dataloader.datalist import MOST_CHANNELS, is_named_segmentation, volume_id
 from Dataloader.formats import WRITTEN, import_sitk
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
-    is_in_mm,
-    open_nifti,
     placement_doubts,
     read_header,
     read_label,
@@ -25,7 +23,7 @@ from Dataloader.nifti import (
     read_raw_header,
 )
 from Dataloader.points import point_files, read_point_pairs, read_points, write_points
-from Dataloader.transforms import read_any_field
+from Dataloader.transforms import meaning, read_any_field
 from Dataloader.volume import dims_of, shape_of
 from Diffusion.metrics import folding_percent
 from Inference.bids import drop_copies, is_ours, require_own_bids, require_own_names, write_bids
@@ -225,6 +223,8 @@ def register_pair(pair, folder, earlier):
                                progress=args.workers == 1, similarity=args.similarity,
                                fixed_mask=pair.get("fixed_mask"), moving_mask=pair.get("moving_mask"),
                                fixed_channels=channels_of(pair, "fixed"), moving_channels=channels_of(pair, "moving"))
+    if args.initial:
+        print(f"{args.initial}: {meaning(args.initial)}", file=sys.stderr)
     doubts = [doubt for side in ("fixed", "moving") for doubt in placement_doubts(pair[side], dims)]
     result = dataclasses.replace(result, warnings=[*doubts, *result.warnings])
     return write_row(folder, out, pair, result, labels, points_mm, disp, args.also, args.labels, not args.no_picture,
@@ -299,7 +299,11 @@ def apply_saved(args):
             for target in targets:
                 target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label
             for target, path, array, own_affine, mode in moved:
-                write_warped(target, carry(array, own_affine, field, affine, mode), path, affine, header)
+                warped = carry(array, own_affine, field, affine, mode)
+                if warped.min() == warped.max() and array.min() < array.max():
+                    print(f"warning: {args.apply}: the field shows nothing of {path}; check that the two belong "
+                          "together", file=sys.stderr)
+                write_warped(target, warped, path, affine, header)
             if points_mm is not None:
                 write_points(out, args.points, moved_points(points_mm, whole, affine))
         finally:
@@ -319,15 +323,11 @@ def written_before(out):
 
 
 def describe_field(path, field, affine, moved):
-    """Print the unit in which a field was read, and warn if the field is implausible.
+    """Print how the numbers of a field are understood, and warn if the field is implausible.
 
     field: (N, *fixed) in voxels. affine: its 4x4. moved: (source, array, affine) of each volume.
     """
-    in_mm = True
-    with contextlib.suppress(InputError):  # a .h5 file has only one unit
-        in_mm = is_in_mm(open_nifti(path).shape)
-    print(f"{path}: displacements in " + ("millimetres, as ITK and ANTs have them" if in_mm else
-                                          "voxels, as Learn2Reg has them"), file=sys.stderr)
+    print(f"{path}: {meaning(path)}", file=sys.stderr)
     folded = folding_percent(torch.from_numpy(field)[None])
     if folded > FOLDED:
         print(f"warning: {path}: the field folds in {folded:.0f} % of the voxels; check that its numbers are "

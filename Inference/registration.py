@@ -33,6 +33,7 @@ from Dataloader.grids import (
     grid_transform,
     is_singular,
     of_slab,
+    same_grid,
     to_canonical,
     to_grid,
 )
@@ -264,6 +265,7 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
               if key in options}
     fixed, moving = read_sides(fixed, moving, inverse, **beside)
     first, first_affine = read_any_field(initial, dims)
+    doubt = doubt_of_grid(initial, first.shape[1:], first_affine, fixed, moving)
     first = total_field(torch.from_numpy(first)[None], np.linalg.inv(first_affine) @ fixed.affine, fixed.array.shape)
     shown, *shown_channels = (apply_field(array, moving.affine, first, fixed.affine) for array in moving.images)
     if shown.min() == shown.max():
@@ -274,11 +276,12 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     result = register(fixed, Volume(shown, fixed.affine, moving.name), start=np.eye(4), fixed_mask=fixed.mask,
                       fixed_channels=fixed.channels, moving_mask=shown_mask, moving_channels=shown_channels,
                       **options)
-    sentences = result.warnings
+    own = [doubt] if doubt else []
     if result.segmented_moving is not None:
-        sentences = [*sentences, f"{moving.name}: the network has seen it only as the field of {initial} warps it, so "
-                     "its segmentation is left out; start from a matrix to get it."]
-        warnings.warn(sentences[-1], stacklevel=2)
+        own.append(f"{moving.name}: the network has seen it only as the field of {initial} warps it, so its "
+                   "segmentation is left out; start from a matrix to get it.")
+    for sentence in own:
+        warnings.warn(sentence, stacklevel=2)
     field = compose(torch.from_numpy(first)[None], torch.from_numpy(result.field)[None])[0].numpy()
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in moving.images)
     fixed = dataclasses.replace(fixed, mask=result.fixed.mask)  # `place` may have made one
@@ -290,7 +293,23 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     scores = pair_scores(fixed, moving, field, warped, matrix, None, judged)
     return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped, matrix=matrix,
                                warped_channels=warped_channels, start="field", overlap_percent=overlap,
-                               warnings=sentences, segmented_moving=None, **scores)
+                               warnings=[*result.warnings, *own], segmented_moving=None, **scores)
+
+
+def doubt_of_grid(path, shape, affine, fixed, moving):
+    """Why a field may be of the other direction or of another pair, as a sentence; "" if its grid is the fixed one.
+
+    path: of its file. shape, affine: of its grid. fixed, moving: Volumes.
+    """
+    if same_grid(shape, affine, fixed.array.shape, fixed.affine):
+        return ""
+    if same_grid(shape, affine, moving.array.shape, moving.affine):
+        return (f"{path}: it lies on the grid of {moving.name}, and not of {fixed.name}: check that it leads from the "
+                "fixed to the moving volume.")
+    covered = overlap_percent(fixed.array.shape, fixed.affine, shape, affine, np.eye(4))
+    return "" if covered >= FAR_APART else (
+        f"{path}: it covers {covered:.0f} % of the field of view of {fixed.name}, and is extrapolated beyond: check "
+        "that it belongs to this volume.")
 
 
 def shown_part(fixed, moving, field):
@@ -802,6 +821,8 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
     sentences, more = [], {}
     if placed.overlap_percent < FAR_APART:
         advice = "check that both show the same part of the body" if placed.alignment else (
+            "check that the start leads from fixed to moving, or align them first with --affine"
+            if placed.start == "matrix" else
             "align them first with --affine" + " or --start centre" * (placed.start == "header"))
         sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % (blank borders left out) of the field "
                          f"of view of {fixed.name}: {advice}.")

@@ -358,9 +358,24 @@ def test_a_field_that_leads_away_is_told_by_the_names_of_the_files(far_apart, tm
     field, affine = read_field(far_apart / "way.nii.gz")
     field[0] += 13
     write_field(tmp_path / "away.nii.gz", field, affine)
-    with pytest.warns(UserWarning, match="fixed.nii.gz: align them first with --affine[.]$"):
+    with pytest.warns(UserWarning, match="fixed.nii.gz: check that the start leads from fixed to moving, or"):
         sentence, = register_from(tmp_path / "away.nii.gz", *paths, affine=False, refine=0).warnings
     assert sentence.startswith(f"{paths[1]} covers ") and f"field of view of {paths[0]}" in sentence
+
+
+def test_a_field_on_the_grid_of_the_moving_volume_or_elsewhere_is_told(far_apart, tmp_path):
+    fixed, moving = far_apart / "fixed.nii.gz", tmp_path / "moving.nii.gz"
+    image, affine = read_volume(fixed)
+    for name, shift_mm, words in (("inverse", 3, "it lies on the grid of .*moving.nii.gz, and not of .*fixed.nii.gz"),
+                                  ("of_others", 500, "it covers 0 % of the field of view of .*fixed.nii.gz")):
+        place = affine.copy()
+        place[0, 3] += shift_mm
+        write_field(tmp_path / f"{name}.nii.gz", np.zeros((3, *image.shape), np.float32), place)
+        if name == "inverse":
+            write_volume(moving, image, place)
+        with pytest.warns(UserWarning, match=f"{name}.nii.gz: {words}"):
+            result = register_from(tmp_path / f"{name}.nii.gz", fixed, moving, affine=False, refine=0)
+        assert any(f"{name}.nii.gz" in sentence for sentence in result.warnings)
 
 
 def call(capsys, *words):
@@ -373,7 +388,8 @@ def test_the_program_takes_it_and_leaves_files_for_others(far_apart, tmp_path, c
     words = ("--fixed", fixed, "--moving", moving, "--model", "none", "--refine", "3", "--initial",
              far_apart / "turn.mat", "--also", "h5", "mat", "--inverse", "--no-picture", "--device", "cpu", "--out",
              tmp_path / "out")
-    assert call(capsys, *words)[0] == 0
+    code, said = call(capsys, *words)
+    assert code == 0 and "turn.mat: a matrix of ITK\n" in said
     warped = nibabel.load(tmp_path / "out/warped.nii.gz").get_fdata()
     shown = resampled(sitk.ReadTransform(str(tmp_path / "out/field.h5")), moving, fixed)
     inside = (slice(4, -4),) * 3
@@ -408,6 +424,27 @@ def test_too_little_memory_is_told_before_anything_is_read(far_apart, tmp_path, 
     for name in ("turn.mat", "way.nii.gz"):
         with refused("fixed.nii.gz and .*moving.nii.gz", "to register them takes up to 0.4 GiB"):
             register_from(far_apart / name, far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz")
+
+
+def test_how_sixteen_numbers_and_a_field_are_understood_is_printed(far_apart, tmp_path, capsys):
+    fixed, moving = far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz"
+    nitransforms.linear.Affine(np.eye(4), reference=fixed).to_filename(tmp_path / "a.mat", fmt="fsl", moving=moving)
+    for path, words in ((tmp_path / "a.mat", "sixteen numbers, taken for a matrix of FSL's flirt"),
+                        (far_apart / "way.h5", "displacements in millimetres, as ITK and ANTs have them")):
+        code, said = call(capsys, "--fixed", fixed, "--moving", moving, "--refine", "0", "--initial", path, "--device",
+                          "cpu", "--no-picture", "--out", tmp_path / "out", "--again")
+        assert code == 0 and f"{path}: {words}\n" in said
+
+
+def test_a_field_that_shows_nothing_of_the_image_is_told(far_apart, tmp_path, capsys):
+    """It leads into the empty corner of this field of view, not out of it."""
+    image, affine = np.zeros((20, 22, 18), np.float32), read_volume(far_apart / "fixed.nii.gz")[1]
+    image[8:12, 9:13, 7:11] = 1
+    write_volume(tmp_path / "image.nii.gz", image, affine)
+    write_field(tmp_path / "field.nii.gz", 1 - np.indices(image.shape, np.float32), affine)
+    code, said = call(capsys, "--apply", tmp_path / "field.nii.gz", "--moving", tmp_path / "image.nii.gz", "--out",
+                      tmp_path / "out")
+    assert code == 0 and "field.nii.gz: the field shows nothing of" in said and "leads out" not in said
 
 
 ANTS = """
