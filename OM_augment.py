@@ -27,8 +27,8 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Write deformed copies of images with their labels and fields.")
     parser.add_argument("--image", help="one volume, in any format that OmniMorph reads")
     parser.add_argument("--label", help="its label image")
-    parser.add_argument("--data", help="or many volumes: a folder with dataset.json, a .json or .csv list, or a "
-                        "folder of volumes")
+    parser.add_argument("--data", help="instead of --image, many volumes: a folder with dataset.json, a .json or "
+                        ".csv list, or a folder of volumes")
     parser.add_argument("--ids", default="", help='volumes of --data to take, such as "1-60,75" (default: all)')
     parser.add_argument("--model", required=True, help="checkpoint, .safetensors file, run folder or hf:OWNER/NAME of "
                         "a model hub; universal: the network for any volumes; none: random deformations without a "
@@ -45,14 +45,14 @@ def parse_arguments(argv=None):
     parser.add_argument("--target", help="volume towards which the network deforms; or a folder or list of volumes, "
                         "as for --data, from which each draw takes a random one, never the volume itself")
     parser.add_argument("--register", type=int, nargs="?", const=STEPS, metavar="STEPS",
-                        help="with --target: register the volume to another one of these, so that each copy has its "
-                        "shape and grid, by the affine stage, the network if given, and this many steps of "
-                        f"refinement ({STEPS})")
+                        help="with --target: register the volume to the target, so that the copy has its shape and "
+                        "grid, by affine alignment, the network if given, and this many refinement steps "
+                        f"({STEPS})")
     parser.add_argument("--condition", choices=("slice", "volume", "none"), help="what the network sees of the target "
                         "(default: what it was trained with)")
     parser.add_argument("--slices", type=int, default=0, help="number of planes of the target that the network sees "
                         "(default: a random number, as in training)")
-    parser.add_argument("--stride", type=int, help="diffusion times that one recovery step covers; 1 is finest "
+    parser.add_argument("--stride", type=int, help="how many diffusion times a recovery step covers; 1 is finest "
                         f"and slowest ({STRIDE}; not with copies.recover published)")
     parser.add_argument("--labels", choices=LABELS, default="nearest", help="how labels and masks of whole "
                         "numbers are warped: nearest, the label of the nearest voxel, or smooth (each one slightly "

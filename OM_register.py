@@ -34,14 +34,14 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Register volumes of any size, spacing and orientation, or apply a "
                                      "field to further images, labels and landmarks.")
     parser.add_argument("--version", action="version", version=f"omnimorph {__version__}")
-    parser.add_argument("--fixed", help="the volume that stays; with --apply: the volume on whose grid the field is")
+    parser.add_argument("--fixed", help="the volume that does not change; with --apply: a volume on the field's grid")
     parser.add_argument("--moving", nargs="+", default=[], help="the volume to deform; several files, a folder or a "
                         "pattern such as 'Data/**/*_T1w.nii.gz' are each registered to --fixed")
     parser.add_argument("--fixed-label", help="label image of the fixed volume, to score the registration")
     parser.add_argument("--moving-label", nargs="+", default=[], help="label image to warp; for several moving "
                         "volumes one each, in the same order")
-    parser.add_argument("--resample-labels", action="store_true", help="resample a label that is on another grid than "
-                        "its image")
+    parser.add_argument("--resample-labels", action="store_true", help="resample labels that are not on the grid "
+                        "of their image")
     parser.add_argument("--fixed-mask", help="mask on the grid of the fixed volume: alignment, refinement and "
                         "similarity use only voxels above 0")
     parser.add_argument("--moving-mask", help="the same for the moving volume, on its own grid")
@@ -56,29 +56,29 @@ def parse_arguments(argv=None):
                         "with the same names, to score the registration")
     parser.add_argument("--pairs", metavar="LIST", help=".csv table or .json list with fixed, moving, fixed_label, "
                         "moving_label, fixed_mask, moving_mask, fixed_channel_2, moving_channel_2, ..., points, "
-                        "moving_points, name, or a Learn2Reg file; paths are relative to it. With --fixed it may be a "
-                        "folder, as with --moving FOLDER")
+                        "moving_points, name, or a Learn2Reg file; paths are relative to it. With --fixed also a "
+                        "folder, as for --moving")
     parser.add_argument("--list", metavar="KEY", help="which list in that file, such as registration_val")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of pairs to register at a time, "
                         "each in its own process (%(default)s)")
     parser.add_argument("--part", metavar="K/N", help="register every N-th pair of a list, from the K-th on, as one of "
-                        "N jobs, such as those of a Slurm array; the same command without --part joins what they did")
-    parser.add_argument("--again", action="store_true", help="register again the pairs of a list that an earlier run "
-                        "with the same options has completed")
+                        "N jobs, such as those of a Slurm array; the same command without --part joins the results")
+    parser.add_argument("--again", action="store_true", help="repeat the pairs of a list that an earlier run with the "
+                        "same options has completed")
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of registering")
     parser.add_argument("--model", default="none", metavar="FILE", help="start from the prediction of a network: "
                         "checkpoint, .safetensors file, run folder, hf:OWNER/NAME of a model hub, or universal, "
                         "the bundled network for any volumes (%(default)s)")
     parser.add_argument("--affine", nargs="?", const="affine", choices=(*AFFINES, "none"),
-                        help="alignment before the deformation (affine; with --initial none)")
+                        help="alignment before the deformation (affine, or none with --initial)")
     parser.add_argument("--refine", type=int, nargs="?", const=STEPS, metavar="N",
                         help=f"number of steps that optimise the field for each pair ({STEPS}; 0 for none)")
     parser.add_argument("--similarity", choices=SIMILARITIES, help="how alignment and refinement compare the volumes: "
                         "correlation; for two modalities, such as T1 and T2, mapped or mind; auto decides from the "
                         "pair (default: registration.similarity of the config)")
-    parser.add_argument("--start", choices=STARTS, default="auto", help="start where the headers place the moving "
-                        "volume, with the centres of the fields of view on each other, or at the more similar of the "
-                        "two (%(default)s)")
+    parser.add_argument("--start", choices=STARTS, default="auto", help="where the moving volume starts: where "
+                        "the headers place it, with the centres of the fields of view on each other, or (auto) at the "
+                        "more similar of the two (%(default)s)")
     parser.add_argument("--initial", metavar="FILE", help="start from a transform: a matrix of ITK or ANTs (.mat, "
                         ".txt, .tfm), FSL (.mat) or FreeSurfer (.lta), or a field from fixed to moving (.nii.gz, .h5)")
     parser.add_argument("--also", nargs="+", default=[], choices=ALSO, help="write files for other programs too: h5 "
@@ -92,10 +92,10 @@ def parse_arguments(argv=None):
     parser.add_argument("--strict", action="store_true", help="exit with code 43 if a pair gets the verdict failed")
     parser.add_argument("--no-picture", action="store_true", help="write no picture.png for each pair and no pages "
                         "for the pairs of a list")
-    parser.add_argument("--dims", type=int, choices=(2, 3), help="number of axes of the volumes, without a model "
+    parser.add_argument("--dims", type=int, choices=(2, 3), help="without a model: number of axes of the volumes "
                         "(that of the first fixed volume)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
-    parser.add_argument("--config", help="config file with refine.* and data.*, without a model "
+    parser.add_argument("--config", help="without a model: config file with refine.* and data.* "
                         "(Config/config_om.yaml)")
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
                         help="override config keys")

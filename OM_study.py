@@ -38,7 +38,7 @@ def parse_arguments(argv=None):
     segment = new_task(tasks, "segment", "label volumes with the help of a few labelled ones", "registrations")
     segment.add_argument("--atlases", required=True, metavar="PATH", help="volumes with label maps: a folder with "
                          "imagesTr and labelsTr, NAME.nii.gz next to NAME_dseg.nii.gz, or a list")
-    add_images(segment, "volumes to segment; where they have label maps, those score the result")
+    add_images(segment, "volumes to segment; label maps next to them, if any, score the result")
     segment.add_argument("--most", type=int, default=10, metavar="N", help="register at most N atlases to an image, "
                          "the most similar ones after an affine alignment (%(default)s; 0 for all)")
     segment.add_argument("--same-subject", action="store_true", help="let other scans of the same subject vote too")
@@ -47,7 +47,7 @@ def parse_arguments(argv=None):
     segment.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are warped (%(default)s)")
     segment.add_argument("--keep", action="store_true", help="keep the registered atlases in atlases/")
 
-    template = new_task(tasks, "template", "make the template of a group, the volume in its middle")
+    template = new_task(tasks, "template", "make the template of a group, which has its mean shape")
     add_images(template, "the volumes of the group; their label maps, if any, are carried to the template")
     template.add_argument("--start", metavar="FILE", help="start with this volume, which gives the template its field "
                           "of view (the subject of median size)")
@@ -55,8 +55,8 @@ def parse_arguments(argv=None):
                           "first half of them with voxels twice as large (%(default)s)")
     template.add_argument("--spacing", type=float, default=0.0, metavar="MM", help="voxel size of the template in mm "
                           "(that of the start volume)")
-    template.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how much to restore of the edges "
-                          "that averaging blurs; 0 for the plain mean (%(default)s)")
+    template.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how strongly to restore edges "
+                          "that averaging has blurred; 0 for the plain mean (%(default)s)")
     template.add_argument("--symmetric", action="store_true", help="count each subject also mirrored from left to "
                           "right, so that the sides of the template are mirror images")
 

@@ -17,7 +17,7 @@ MADE = {"warped": "warped.nii.gz", "field": "field.nii.gz", "jacobian": "jacobia
 
 
 class RegisterInput(CommandLineInputSpec):
-    fixed = File(exists=True, mandatory=True, argstr="--fixed %s", desc="the volume that stays")
+    fixed = File(exists=True, mandatory=True, argstr="--fixed %s", desc="the volume that does not change")
     moving = File(exists=True, mandatory=True, argstr="--moving %s", desc="the volume to deform")
     fixed_label = File(exists=True, argstr="--fixed-label %s", desc="label image of the fixed volume")
     moving_label = File(exists=True, argstr="--moving-label %s", desc="label image of the moving volume")

@@ -436,7 +436,7 @@ def publish(results, args, held_out):
                 for method, values in by_subset.items()]
         print(f"\n{shots} labelled volumes, {args.subsets} subsets, {args.seeds} seeds, {args.steps} steps of {BATCH} "
               f"samples, {len(held_out)} held-out volumes")
-        print(text_table(["method", "Dice", "sd of subsets", f"{args.ours} less it", "95 % from", "to"], rows,
+        print(text_table(["method", "Dice", "sd of subsets", f"{args.ours} minus it", "95 % from", "to"], rows,
                          [None, *[".4f"] * 5]))
         summary["shots"][shots] = {method: round(mean, 5) for method, mean in means.items()}
         if best:

@@ -485,7 +485,7 @@ def table(name, results):
         rows.append([method, len(found), *((median_of if "seconds" in key else mean_of)(found, key) for key in scores),
                      *(entry.get(key) for key in ("mean", "low", "high", "p"))])
     formats = [None, None, *(".1f" if "seconds" in key else ".4f" for key in scores), "+.4f", "+.4f", "+.4f", ".2g"]
-    return ["method", "pairs", *scores, "ours less it", "low", "high", "p"], rows, formats
+    return ["method", "pairs", *scores, "ours minus it", "low", "high", "p"], rows, formats
 
 
 def line_of(name, results):
