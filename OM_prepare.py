@@ -221,7 +221,7 @@ def prepare(folder, cfg, args):
 
 
 def warn_of_cut_labels(parts):
-    """Say so if the training grid leaves out labelled parts of volumes, or a whole mask. parts: {number: record}."""
+    """Warn if the training grid cuts off labelled parts of volumes, or a whole mask. parts: {number: record}."""
     advice = "enlarge data.img_size or data.spacing_mm (0 fits each volume), or check data.crop_above."
     lines = [line for record in parts.values() for line in record["volumes"]]
     kept = {line["id"]: line.get("label_kept") for line in lines}

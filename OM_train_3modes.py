@@ -172,7 +172,7 @@ def pair_batches(run, pairs):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def is_untaught(cfg, args):
-    """Whether a network would segment that no loss teaches to, unless a run of it continues."""
+    """Whether the network segments but nothing has taught it: no loss, and no weights to start from."""
     return cfg["model.structures"] and not cfg["loss.segment"] and not args.init_from
 
 

@@ -27,7 +27,7 @@ def data_files():
 
 
 class BuildUnderOneName(build_py):
-    """Copies what setuptools does not know of as a package, with the imports written out."""
+    """Copies the modules that setuptools does not treat as a package, and rewrites their imports."""
 
     def run(self):
         target = Path(self.build_lib, "omnimorph")
@@ -44,7 +44,7 @@ class BuildUnderOneName(build_py):
             path.write_text(text, encoding="utf-8")
 
     def get_source_files(self):
-        """What a source distribution has to hold."""
+        """The files that a source distribution must contain."""
         return [*super().get_source_files(), *map(str, [*code_files(), *data_files()])]
 
 

@@ -332,7 +332,7 @@ def own_files(folder):
 
 
 def require_ours(folder):
-    """Raises InputError for a folder with files of a cache's names, none of which proves that OM_prepare.py wrote them.
+    """Raises InputError if files in a folder are named like those of a cache, but nothing shows that we wrote them.
 
     A cache that was begun has its plan, a record or its manifest, each with its checksum, or else .readers.
     """

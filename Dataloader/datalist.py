@@ -111,7 +111,7 @@ def _read_items(root, channels):
 
 
 def _image_folder(root):
-    """The folder of a data set whose volumes are its images: imagesTr or the like, otherwise `root` itself."""
+    """The folder that holds the images of a data set: imagesTr or the like, otherwise `root` itself."""
     inner = ["imagesTr"] if (root / "imagesTr").is_dir() else []
     if not inner and (here := Folder(root)).label_folders:
         inner = [name for name in sorted(here.entries) if name.lower() in IMAGE_FOLDERS]
@@ -157,7 +157,7 @@ def _base_of(root):
 
 
 def _below(base, path):
-    """A path relative to the data folder; as it is on another disk of Windows."""
+    """A path relative to the data folder; unchanged if it is on another Windows drive."""
     path = Path(path)
     return path if path.is_absolute() and path.drive != Path(base).drive else Path(os.path.relpath(path, base))
 
@@ -313,7 +313,7 @@ class Folder:
 
     @functools.cached_property
     def holds_results(self):
-        """Whether these programs have written their results into it, whose content DataLad may lack here."""
+        """Whether it holds results of these programs, even if DataLad has not fetched their content."""
         return any(names <= self.entries.keys() for names in OWN_RESULTS) or (
             "parts" in self.entries and any(self.path.glob(PART_RESULTS)))
 
@@ -434,7 +434,7 @@ def _from_paths(root, paths, channels):
 
 
 def _of_same_name(folder, image, listed, channels):
-    """The file in a folder with the name of an image, or None. With several channels X will do for X_0001."""
+    """The file in a folder with the name of an image, or None. With several channels, X also matches X_0001."""
     identities = (volume_id(image), case_and_channel(image)[0]) if channels > 1 else (volume_id(image),)
     names = itertools.chain([image.name], (identity + suffix for identity in identities for suffix in SUFFIXES))
     paths = (folder / name for name in names)
@@ -465,7 +465,7 @@ def _label_places(root, folder, listed):
 
 
 def _same_shape(image, label):
-    """Whether two files have one shape. A file that cannot be read counts as alike: reading it will tell."""
+    """Whether two files have one shape. An unreadable file counts as alike: the error comes when it is read."""
     try:
         return open_nifti(image).shape == open_nifti(label).shape
     except InputError:
@@ -499,7 +499,7 @@ def label_beside(image, folder=None):
 
 
 def _derived_segmentation(root):
-    """A segmentation in the first thousand folders of the BIDS folder of results, or None. Masks of heads are none."""
+    """A segmentation in the first thousand folders of the BIDS folder of results, or None. Head masks do not count."""
     for folder, inner, names in itertools.islice(os.walk(root / "derivatives"), 1000):
         inner[:] = sorted(name for name in inner if name not in ("func", "figures", "log", "logs"))
         for name in sorted(names):

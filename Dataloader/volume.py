@@ -235,6 +235,6 @@ def without_padding(volume):
 
 
 def without_filler(volume):
-    """A CT Volume whose filler is air, see `air_for_filler`; others as they are."""
+    """A CT Volume with its filler set to air, see `air_for_filler`; other Volumes unchanged."""
     array = air_for_filler(volume.array)
     return volume if array is volume.array else dataclasses.replace(volume, array=array)

@@ -22,13 +22,13 @@ SETTINGS = {"as on a device": None, "kernels": True, "held": None}
 
 
 def accelerated(x):
-    """Whether an operation on x is done in the device's way."""
+    """Whether an operation on x uses the code for accelerators."""
     wanted = SETTINGS["as on a device"]
     return (x.device.type != "cpu" if wanted is None else wanted)
 
 
 def kernels_for(x):
-    """Diffusion/kernels.py where an operation on x can take its kernels, else None."""
+    """Diffusion/kernels.py if an operation on x can use its kernels, else None."""
     if not (accelerated(x) and SETTINGS["kernels"]) or x.device.type not in ("cuda", "xpu") or x.dtype == torch.float64:
         return None
     if x.device.index != torch.get_device_module(x.device).current_device():  # the one that Triton launches on
@@ -45,7 +45,7 @@ def working_kernels(device_type):
     try:
         kernels = importlib.import_module(f"{__package__}.kernels")
         kernels.try_out(device_type)
-    # Training goes on, more slowly.
+    # Training continues, more slowly.
     except (ImportError, AttributeError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         print("kernels: using torch's operations, because the Triton kernels do not work here "
               f"({type(error).__name__}: {first_line(error)[:200]})", file=sys.stderr)

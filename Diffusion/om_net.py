@@ -228,7 +228,7 @@ class MutualAttention(nn.Module):
         return features + update.transpose(1, 2).reshape(features.shape)                    # (B, 256, 8^3)
 
     def through_blocks(self, tokens, weights):
-        """What the blocks make of tokens. Each adds what the one before it found, in one operation with its norm."""
+        """Tokens after all blocks. Each block adds the output of the one before it, in one operation with its norm."""
         branch = None
         for index, block in enumerate(self.blocks):
             if weights is None:
@@ -556,7 +556,7 @@ class OM_net(nn.Module):
         return features, encoded
 
     def align(self, skip, field_norm, affine, t, image_size, padded_size):
-        """Features of the image, warped by the field so far, so that only what is left remains to be measured.
+        """Features of the image, warped by the field so far, so that only the remaining displacement is measured.
 
         PWC-Net warps the features of every level in the same way. Shapes are those of the level of 64^3.
         """

@@ -1,4 +1,4 @@
-"""The state of a training: what a checkpoint holds of it, and how it is saved and restored.
+"""The state of a training: what a checkpoint holds, and how it is saved and restored.
 
 A checkpoint is one flat dict (Runtime/checkpoint.py): model, optimizer, queue, config, data, the averaged weights if
 any, and the fields of Progress. It holds no generator states: every draw is keyed (Runtime/keyed_random.py).

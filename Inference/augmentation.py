@@ -37,14 +37,14 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     affine: 4x4, voxel to world in millimetres; default the identity.
     model: path for `load_model`, or what it returned (network, config); None: the random deformation alone.
     start: time of the random deformation, 1 .. diffusion.timesteps - 1; larger is stronger. (low, high) draws it from
-    that range; a text follows the rules of copies.start in the config, which is also the default.
+    that range; a string follows the rules of copies.start in the config, which is also the default.
     seed, subject, draw: the key of the draw. OM_augment.py uses the volume's id as subject.
     target: volume (same number of axes) towards which the network deforms, on its own grid (target_affine).
     condition: what the network sees of the target: "slice" for `slices` planes (0: a random number, as in training),
     "volume" for all of it, None for planes if `slices` is given, otherwise for what it was trained with.
     stride: times per step of the scaled recovery, see `DeformDDPM.recover`. mask: (*spatial), on which data.crop_above
     centres the training grid. cfg: config for diffusion.*, copies.* and data.* if there is no model: a flat dict of
-    keys that differ from Config/config_om.yaml. device: where the network of a path goes. labels: interpolation of the
+    keys that differ from Config/config_om.yaml. device: for a network from a path. labels: interpolation of the
     label, nearest or smooth.
     channels, target_channels: further channels of image and target, for a network that was trained with several; they
     are not deformed here, see `deform`.

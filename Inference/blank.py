@@ -1,4 +1,4 @@
-"""What is blank in a volume: background, corners of a grid that was turned, and what a field of view cuts off.
+"""Blank parts of a volume: background, corners left by a rotation, and what the field of view cuts off.
 
 Registration must not take it for anatomy. `outlined_side` and `blank_corners` say which volume needs a mask for that;
 `place` in registration.py decides with the other volume.
@@ -60,7 +60,7 @@ def is_background(image):
 
 
 def outlined(volume):
-    """A Volume with a mask: what is no `is_background`, and RIM of the size of that around it."""
+    """A Volume with a mask: all that is not `is_background`, and a rim of RIM times its size."""
     shown = ~is_background(volume.array)
     rim = np.maximum(np.round(RIM * np.diff(grids.foreground_box(shown), axis=0)[0]), 1).astype(int)
     return dataclasses.replace(volume, mask=ndimage.maximum_filter(shown.astype(np.float32), 2 * rim + 1))

@@ -33,7 +33,7 @@ def default_config(dims):
 
 
 def changed_config(dims, changes):
-    """`default_config` with some keys changed, or None for none of them. Raises InputError for what is no such dict."""
+    """`default_config` with some keys changed; None changes none. Raises InputError for anything but a dict of keys."""
     if changes is None:
         return default_config(dims)
     if not isinstance(changes, dict):

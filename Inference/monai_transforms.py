@@ -182,7 +182,7 @@ def place(result, key, array, fixed_key, fixed_affine):
 
 
 def shape_of_entry(data, key):
-    """The shape (C, *spatial) of an entry. Raises InputError for one that is no such array."""
+    """The shape (C, *spatial) of an entry. Raises InputError for anything else."""
     value = data[key]
     value = value if hasattr(value, "shape") else as_array(value, f"the entry {key}", "load it first (LoadImaged)")
     shape = tuple(value.shape)

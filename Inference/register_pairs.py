@@ -315,7 +315,7 @@ def apply_saved(args):
 
 
 def written_before(out):
-    """The names of the files that --apply has written into a folder, by its record there, which is one: a set."""
+    """The names of the files that --apply has written into a folder, its record there included: a set."""
     try:
         return {APPLIED, *json.loads((out / APPLIED).read_bytes())["files"]}
     except (OSError, ValueError, LookupError, TypeError):

@@ -39,7 +39,7 @@ DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 
 
 def require_own(out, folders=(), disps=(), program=None):
-    """Raise InputError if results in `out` would take the place of files or results that are not theirs.
+    """Raise InputError if results in `out` would replace files or results that are not their own.
 
     folders: Paths of the entries of the whole list. Their files of OUTPUTS would be replaced, and results in other
     folders would be dropped; (): only those of another program matter. program: as in the settings; None: a

@@ -146,7 +146,7 @@ def low_quantile(values, share):
 
 
 def signal_share(volume, mean, variance, body, noise):
-    """How much of the local variance of a volume is no noise, 0 .. 1, averaged over its body; 1.0 without a body.
+    """How much of the local variance of a volume is not noise, 0 .. 1, averaged over its body; 1.0 without a body.
 
     Noise may grow with the intensity, as speckle does, or lie in the body alone, as after skull-stripping. So it is at
     least as large, for its local mean, as in the calmest hundredth of the body. Fine anatomy counts as noise, so

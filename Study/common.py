@@ -80,7 +80,7 @@ def finished_row(row, out, paths):
 
 @contextlib.contextmanager
 def locked(path, program, names, inputs=()):
-    """Make a folder of results, hold its lock, and make sure that no result takes the place of a file of the user's.
+    """Make a folder of results, hold its lock, and make sure that no result replaces a file of the user.
 
     path: of the folder. names: of the files that the program will write there, relative to it. inputs: paths of the
     files that it will read; None is skipped. Yields: the folder's Path.

@@ -238,8 +238,8 @@ def half_ways(there, back):
 
 
 def continued(field, margin):
-    """A field with `margin` voxels around its grid, in which it goes on as it comes in, so that growth does not stop at
-    the field of view: along each axis twice the value of the face minus the mirror image.
+    """A field with `margin` voxels around its grid, in which it continues with the same slope, so that growth does not
+    stop at the field of view: along each axis twice the value of the face minus the mirror image.
 
     field: (1, N, *size) in voxels. A mirror image beyond the far face is that of the face.
     """

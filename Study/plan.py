@@ -116,7 +116,7 @@ def choose(seen, args, device, out):
 
 
 def total_memory():
-    """Bytes of memory of this machine, for systems that do not tell how much is free; infinite if unknown."""
+    """Bytes of memory of this machine, for systems that do not report how much is free; infinite if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

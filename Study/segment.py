@@ -108,7 +108,7 @@ def entry_of(image):
 
 
 def require_uncorrected(images, out):
-    """Raise InputError if somebody has corrected a label map of an earlier run, which would be made anew.
+    """Raise InputError if somebody has corrected a label map of an earlier run that this run would replace.
 
     A label map that cannot be read is only damaged.
     """

@@ -1,4 +1,4 @@
-"""The template of a group: the volume in the middle of its subjects, in shape and in intensity.
+"""The template of a group: the mean of its subjects, in shape and in intensity.
 
 Every subject is registered to the current template; T_i is the affine map and u_i the deformation from the template to
 subject i. The template is then moved so that their means vanish: with the mean logarithms of the T_i and of the
