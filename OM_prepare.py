@@ -272,8 +272,8 @@ def run(args):
     """Run the command line. Returns the exit code."""
     cfg = load_config(args.config, args.overrides)
     if not cfg["data.cache"]:
-        raise InputError(f"{args.config}: data.cache is empty; name the folder that is to hold the prepared volumes, "
-                         "or set it to auto.")
+        raise InputError(f"{args.config}: data.cache is empty; name a folder for the prepared volumes, or set it "
+                         "to auto.")
     folder = Path(cfg["data.cache"])
     try:
         if args.verify:

@@ -224,7 +224,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
         raise InputError(f"refine must be True, False or a number of steps, not {refine!r}.")
     refine = (STEPS if known is None else STEPS_CONTINUED) if refine is True else int(refine)
     if known is not None and model is not None:
-        raise InputError("start: an earlier registration and a model were given, and both tell where to start; leave "
+        raise InputError("start: an earlier registration and a model were given, but only one can set the start; leave "
                          "out one of them.")
     device = pick_device(device)
     fixed, moving = read_sides(fixed, moving, inverse, fixed_mask, moving_mask, fixed_channels, moving_channels)

@@ -123,7 +123,7 @@ def require_uncorrected(images, out):
             read_label(path, dims_of(path))
         except InputError:
             continue
-        raise InputError(f"{path}: it has changed since it was written, and would be made anew: move it to another "
+        raise InputError(f"{path}: it has changed since it was written, and would be replaced: move it to another "
                          "folder to keep it, or give --again, which replaces it.")
 
 

@@ -440,8 +440,8 @@ def main(argv):
                     "unlock": lambda _: leave_folder(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])}
         if not argv or argv[0] not in commands:
             known = ", ".join(commands)
-            raise InputError(f"python -m Supervisor.attempts is for the launcher and knows {known}; where the "
-                             "time of a run went tells python -m Report.run Models/<run> --text.")
+            raise InputError(f"python -m Supervisor.attempts is for the launcher, with {known}; to see where "
+                             "the time of a run went, use python -m Report.run Models/<run> --text.")
         return commands[argv[0]](argv[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

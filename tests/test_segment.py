@@ -370,7 +370,7 @@ def test_a_label_map_that_was_corrected_is_not_made_anew(joined, tmp_path, capsy
     write_volume(label, np.full((16, 17), 7, np.uint8), AFFINE)
     corrected = label.read_bytes()
     assert join_in(place) == 43
-    assert f"{label}: it has changed since it was written, and would be made anew" in capsys.readouterr().err
+    assert f"{label}: it has changed since it was written, and would be replaced" in capsys.readouterr().err
     assert label.read_bytes() == corrected
     label.write_bytes(corrected[:-20])  # cut off by a full disk
     assert join_in(place) == 0 and 7 not in read_label(label, 2)[0]
