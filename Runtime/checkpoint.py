@@ -203,8 +203,8 @@ def read(path, map_location="cpu"):
             raise
         if not isinstance(error, OSError) and not _is_saved_by_torch(path):
             raise InputError(f"{path} cannot be read as a checkpoint, because it does not start like one: give a "
-                             "checkpoint (.pth), a .safetensors file, a run's folder or the word universal; if it was a "
-                             "checkpoint, restore it.") from error
+                             "checkpoint (.pth), a .safetensors file, a run's folder or the word universal; if it was "
+                             "a checkpoint, restore it.") from error
         raise InputError(f"{path} {_reason(error)}: restore the file or use another checkpoint.") from error
 
 
