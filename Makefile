@@ -19,7 +19,7 @@ SLOW_PROCESSES ?= 2
 help:            ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-venv: .venv/.ready   ## the virtual environment .venv with everything pinned
+venv: .venv/.ready   ## the virtual environment .venv with pinned packages
 
 .venv/.ready: requirements.txt requirements-test.txt
 	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed, and $(PYTHON) is %d.%d: name another one, such as make PYTHON=python3.11." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
@@ -33,7 +33,7 @@ demo: .venv/.ready   ## train on synthetic volumes, register held-out pairs, wri
 test: .venv/.ready lint   ## the default tests (minutes on 2 cores, without a GPU)
 	CUDA_VISIBLE_DEVICES= $(PYTEST) -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not slurm and not gpu" tests
 
-test-all: test   ## all tests, also slow ones (an hour); those for a GPU skip themselves where there is none
+test-all: test   ## all tests, also slow ones (an hour); without a GPU, those for a GPU are skipped
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-smoke.txt 1>&2
 	$(PYTEST) -q -n $(SLOW_PROCESSES) --dist loadgroup --no-loadscope-reorder -m "slow or slurm or gpu" tests
 
@@ -46,7 +46,7 @@ faults: .venv/.ready   ## every fault against real launches, random kills, goodp
 	for seed in 1 2 3; do $(PY) tests/faults/chaos.py --kills 20 --seed $$seed || exit 1; done
 	$(PY) tests/faults/goodput.py
 
-bench: .venv/.ready   ## benchmarks: operations, the share of a step that is not the network, what safety costs, data, the report (minutes)
+bench: .venv/.ready   ## benchmarks: operations, the share of a step that is not the network, the cost of safety checks, data, the report (minutes)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt 1>&2
 	$(PY) tests/bench/bench_ops.py
 	$(PY) tests/bench/bench_step.py
@@ -59,7 +59,7 @@ bench-registration: .venv/.ready   ## registration against ANTs, DIPY, ConvexAda
 	$(PY) tests/bench/bench_mouse.py
 	$(PY) tests/bench/bench_multimodal.py --subjects test
 
-docs: .venv/.ready   ## the pages of docs/ as a site with a search, in site/
+docs: .venv/.ready   ## the pages of docs/ as a searchable website, in site/
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt 1>&2
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 	@echo "$(CURDIR)/site/index.html"

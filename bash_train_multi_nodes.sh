@@ -11,7 +11,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=Logs/train_multi_%j.out
 #
-# Train until it is done, across crashes: rounds of one process per rank, each judged when it ends.
+# Train until it is done, across crashes, in rounds: one process per rank, and a verdict when they have ended.
 #
 #   sbatch [--nodes=N --ntasks-per-node=T --account=A ...] bash_train_multi_nodes.sh --config Config/config_om.yaml [...]
 #   bash bash_train_multi_nodes.sh --config Config/config_om.yaml [--set key=value ...] [--fresh]
@@ -24,8 +24,8 @@
 #   --no-preflight     skip this check
 #   --allow-tmp        let several nodes write below /tmp, for sites where that is a shared folder
 #
-# CLUSTER=name       settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if that file
-#                    exists, else local)
+# CLUSTER=name       settings of the site, Config/cluster/<name>.env (default: the name of the Slurm cluster if that
+#                    file exists, else local)
 # PYTHON=path        the interpreter (default: .venv/bin/python, else python3), or several words that start one, such as
 #                    PYTHON="apptainer exec --nv omnimorph.sif python"
 # RANKS=n            processes on this host, without srun (default: one per device that torch sees, 1 if there is none)
@@ -34,10 +34,10 @@
 #
 # A round ends with 0 (done), 42 (planned restart), 43 (stop: a person is needed) or anything else (a death: the next
 # round continues from the newest checkpoint that verifies). Pauses, rounds and time limits are keys of the config
-# (run.round_seconds, run.max_rounds, run.pause_*). On TERM, Ctrl-C or a closed terminal it saves, leaves and does not
-# restart. On USR1, which Slurm sends 480 s before the time limit, it also requeues the job if it has made a step
-# durable, and the job continues from there; ranks that hang are killed in time for that. On fewer nodes than at first,
-# a step keeps its samples (Runtime/global_batch.py).
+# (run.round_seconds, run.max_rounds, run.pause_*). On TERM, Ctrl-C or a closed terminal it saves, exits and does not
+# restart. On USR1, which Slurm sends 480 s before the time limit, it also requeues the job if it has saved a new step,
+# and the job continues from there; ranks that hang are killed in time for that. With fewer nodes than at first, a step
+# keeps its samples (Runtime/global_batch.py).
 #
 # Paths are relative to the repository's folder; --config and --init-from may also be relative to the current one.
 set -u

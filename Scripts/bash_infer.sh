@@ -7,7 +7,7 @@
 #SBATCH --time=04:00:00
 #SBATCH --output=Logs/infer_%j.out
 #
-# Run what comes before and after the training as a job: one process, on one device if the task can use it.
+# Run the programs before and after the training as a job: one process, on one device if the task can use it.
 #
 #   sbatch Scripts/bash_infer.sh register --pairs pairs.json --model Models/all_om_net --out Results/run
 #   sbatch Scripts/bash_infer.sh augment --data Data/all --model Models/all_om_net --out Results/augmented

@@ -1,7 +1,7 @@
 # Sourced by the job scripts of this folder.
 #
-# CLUSTER=name    settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if there is such
-#                 a file, else local)
+# CLUSTER=name    settings of the site, Config/cluster/<name>.env (default: the name of the Slurm cluster if that file
+#                 exists, else local)
 # PYTHON=path     the interpreter (default: .venv/bin/python, else python3), or several words that start one, such as
 #                 PYTHON="apptainer exec --nv omnimorph.sif python"
 #
