@@ -402,7 +402,7 @@ def run_mode(run, mode, batches, **raised):
     if moved:
         optimizer.step()
         add_terms(run.progress.sums, terms)
-    elif not agreed.nonfinite:  # else the rank with the loss has told
+    elif not agreed.nonfinite:  # else the rank with the loss has reported it
         watchdog.event("nonfinite", mode=mode.name, terms=means, norm=str(norm))
     return ModeResult(agreed, terms, moved, norm, kept)
 
@@ -610,7 +610,7 @@ def main(argv=None):
         if args.debug:
             launch.debug()
         if args.profile:
-            parse_steps(args.profile)  # a mistake in it is told before anything is read
+            parse_steps(args.profile)  # a mistake in it is reported before anything is read
         modes_of(cfg, MODES)  # a config without any mode stops here, before a folder is made
         if args.dry_run:
             if is_untaught(cfg, args):  # a run that continues may have learned it

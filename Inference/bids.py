@@ -106,7 +106,7 @@ def require_own_bids(out):
     folder = Path(out) / "bids"
     empty = folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())
     if folder.exists() and not empty and not is_ours(folder):
-        raise InputError(f"{folder}: it is not of an earlier run, as its dataset_description.json would tell, and the "
+        raise InputError(f"{folder}: it is not of an earlier run (its dataset_description.json would say so), and the "
                          "BIDS derivatives would replace its files; name another --out.")
 
 

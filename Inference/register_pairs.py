@@ -138,7 +138,7 @@ def register_all(args):
         require_own_bids(out)
     for suffix in args.also:
         if suffix == "h5" or f".{suffix}" in WRITTEN:
-            import_sitk(out / f"field.{suffix}")  # a missing package is told before the work
+            import_sitk(out / f"field.{suffix}")  # reports a missing package before the work
     args.home = home = out
     tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
     folders = [folder for _, folder in tasks]
@@ -205,7 +205,7 @@ def register_pair(pair, folder, earlier):
     if "moving_points" in pair and "points" not in pair:
         raise InputError(f"{pair['moving_points']}: landmarks of the moving volume score nothing alone; give those of "
                          "the fixed volume too (points).")
-    if "moving_points" in pair:  # unequal numbers are told before the work
+    if "moving_points" in pair:  # reports unequal numbers before the work
         points_mm = read_point_pairs(pair["points"], pair["moving_points"])
         point_scores(*points_mm, pair, None, None)
     require_like_channels(pair)

@@ -95,7 +95,7 @@ def on_all_nodes(nodes, command):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def nodes_of_job():
-    """Names of all nodes of the allocation; [] if Slurm does not tell them."""
+    """Names of all nodes of the allocation; [] if Slurm does not name them."""
     return ask(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], 60)[1].split()
 
 
