@@ -223,6 +223,7 @@ def onto_template(out, options, last_round, before, pair, folder, earlier):
     rest = without_affine(found.field, found.matrix, found.fixed.affine)
     paths = [folder / DEFORMATION]
     save_array(paths[0], rest)
+    (folder / WEIGHTS).unlink(missing_ok=True)  # left by a run with other options
     if isinstance(found.weights, tuple):
         paths.append(folder / WEIGHTS)
         array, affine = found.weights

@@ -19,6 +19,7 @@ from Study.template import (
     DEFORMATION,
     FIELD,
     TEMPLATE,
+    WEIGHTS,
     centre,
     centred_deformation,
     finish,
@@ -320,6 +321,16 @@ def test_a_template_that_is_broken_off_at_its_end_repeats_no_round(small, tmp_pa
     one, _ = json.loads((small / "out/results.json").read_text())["pairs"]
     assert one["moving"] == str(small / "group/s_0.nii.gz")
     assert one["moving_label"] == str(small / "group/s_0_dseg.nii.gz")
+
+
+def test_a_template_that_was_broken_off_leaves_no_smoothing_to_one_with_other_options(small, tmp_path):
+    out = tmp_path / "out"
+    (out / "template.html").mkdir(parents=True)  # the run ends here
+    assert make(small, "--out", out) == 43 and list(out.glob(f"round_1/*/{WEIGHTS}"))
+    (out / "template.html").rmdir()
+    for folder in (out, tmp_path / "fresh"):
+        assert make(small, "--rounds", 2, "--out", folder) == 0  # round 1 has voxels twice as large: none to infer
+    assert (out / TEMPLATE).read_bytes() == (tmp_path / "fresh" / TEMPLATE).read_bytes()
 
 
 @pytest.mark.parametrize("name, said", [("nowhere.nii.gz", "no such file"), ("group/s_2.nii.gz", "not a readable")])
