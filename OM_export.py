@@ -280,7 +280,8 @@ def export(model, out=None, licence=None, overrides=()):
     model: checkpoint, run folder or the published method's weights. out: folder, default hub in the run's folder, or
     beside a checkpoint without a run. licence: of the weights, for the card. overrides: list of "key=value".
     Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, for a
-    file in `out` that an export would replace and that no export has left as it is, and without safetensors.
+    file in `out` that an export would replace and that no export has left as it is, for the folder of a run as `out`,
+    and without safetensors.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors files needs a package: pip install safetensors")
@@ -293,6 +294,9 @@ def export(model, out=None, licence=None, overrides=()):
     config = {**state["config"], **{key: cfg[key] for key in overridden(overrides)}}
     config = {key: value for key, value in config.items() if key not in PLACES}
     folder = Path(out or run_of(source) / "hub")
+    if (folder / "manifest.json").exists():
+        raise InputError(f"{folder}: the folder of a run; an exported network in it would be used in place of its "
+                         "checkpoints, also of later ones: choose another --out, or leave it out.")
     page, target = folder / PAGE, folder / EXPORTED
     require_apart([page], is_unedited)
     require_apart([folder / CONFIG], lambda path: page.is_file() and sha256(path).encode() in page.read_bytes())

@@ -18,7 +18,7 @@ import OM_train_3modes
 from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.networks import build_network
-from Inference.load_model import load_model
+from Inference.load_model import find_checkpoint, load_model
 from Runtime import checkpoint
 from Runtime.errors import InputError
 from Runtime.files import partial_path, sha256
@@ -232,13 +232,16 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path, caps
 
 
 def test_what_cannot_be_exported(tmp_path, capsys):
-    target, _ = OM_export.export(make_run(tmp_path)[0])
+    run, _ = make_run(tmp_path)
+    target, _ = OM_export.export(run)
     (tmp_path / "text.pth").write_text("no weights")
-    for given, part in ((target, "exported already"), (tmp_path / "none.pth", "no such model"),
-                        (tmp_path / "text.pth", "text.pth cannot be read")):
-        assert OM_export.main(["--model", str(given)]) == 43
+    for words, part in (([target], "exported already"), ([tmp_path / "none.pth"], "no such model"),
+                        ([tmp_path / "text.pth"], "text.pth cannot be read"),
+                        ([run, "--out", run], f"{run}: the folder of a run; an exported network in it would be used")):
+        assert OM_export.main(["--model", *map(str, words)]) == 43
         printed = capsys.readouterr().err
         assert printed.startswith("error: ") and part in printed and printed.count("\n") == 1
+    assert find_checkpoint(run).suffix == ".pth"
 
 
 class Hub(http.server.SimpleHTTPRequestHandler):
