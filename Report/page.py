@@ -78,7 +78,7 @@ def text_table(header, rows, formats=None):
 
 def markdown_table(header, rows, formats=None):
     """The table of `table_html` as Markdown, without a newline at the end. Arguments as there."""
-    head, *lines = _cells(header, rows, formats)[0]
+    head, *lines = [[cell.replace("|", "\\|") for cell in line] for line in _cells(header, rows, formats)[0]]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(header), *lines))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from Diffusion.figures import gallery_figure, registration_figure
-from Report.page import cards_html, figure_html, figure_png, table_html, text_table, write_page
+from Report.page import cards_html, figure_html, figure_png, markdown_table, table_html, text_table, write_page
 from Runtime.errors import InputError
 from tests.test_figures import pair, pixels
 
@@ -85,6 +85,11 @@ def test_text_table_is_aligned():
                                  "b              -  1200",
                                  "c              -     1"]
     assert text_table(["a", "b"], []) == "a  b\n-  -"
+
+
+def test_a_bar_in_a_cell_does_not_split_a_markdown_table():
+    assert markdown_table(["key", "run|1"], [["pattern", "^(a|b)/"]]).splitlines() == [
+        r"| key | run\|1 |", "| --- | --- |", r"| pattern | ^(a\|b)/ |"]
 
 
 def test_page_is_complete_offline_and_escaped(tmp_path):
