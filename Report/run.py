@@ -69,7 +69,7 @@ def state_of(found, now=None):
         heard = moment(max(line["time"] for line in crumbs))
         return "silent", (f"Silent since {heard}, beyond its deadline: {where}. Either the run has died, and the same "
                           "command continues it, or this is a copy of its folder.")
-    return "running", f"Running: {where}, since {now - behind['time']:.0f} s."
+    return "running", f"Running: {where}, since {max(now - behind['time'], 0):.0f} s."
 
 
 def place(line):

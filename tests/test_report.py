@@ -204,6 +204,7 @@ def test_the_state_is_one_sentence(tmp_path):
     last = START + STEP_S * 100
     word, sentence = state_of(read_run(run), last + 5)
     assert word == "running" and sentence == "Running: rank 0 on h is in forward (diffusion) of step 99, since 5 s."
+    assert state_of(read_run(run), last - 5)[1].endswith("since 0 s."), "the clock here is behind that of the node"
     word, sentence = state_of(read_run(run), last + 200)
     assert word == "silent" and "the same command continues it, or this is a copy" in sentence
     end_of(run)
