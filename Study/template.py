@@ -128,6 +128,7 @@ def build(items, options, settings, out, args):
     image, affine = rescale(canonical, *intensity_range(canonical)), turned
     if args.symmetric:
         image = upright(image, affine, start.name, options["device"])
+    drop_subjects(out, {item["id"] for item in items})
     write_results(out, [], [], settings, complete=False)  # drops another template
     for number in range(args.rounds + 1):
         where = out / f"round_{number}"
@@ -158,6 +159,15 @@ def build(items, options, settings, out, args):
                         "sharpness": sharpness(plain) / spacing_mm,
                         "similarity": average([row["similarity"] for row in rows])})
     return finish(out, rows, image, affine, items, left_out, history)
+
+
+def drop_subjects(out, names):
+    """Remove the unchanged files of subjects of an earlier template that are not among `names`: fields that lead from
+    two templates must not lie side by side."""
+    for row in read_results(out)["pairs"].values():
+        for file, entry in row.get("files", {}).items():
+            if row["name"] not in names and file.startswith("subjects/") and not damage({file: entry}, out):
+                (out / file).unlink()
 
 
 def middle_subject(items, left_out):
@@ -388,7 +398,8 @@ def sharpness(image):
 
 def finish(out, rows, image, affine, items, left_out, history):
     """Write the template, its labels, and each subject's field and volumes. Returns: rows, failed, history."""
-    (out / LABEL).unlink(missing_ok=True)  # of an earlier template
+    for path in (out / LABEL, *(out / "subjects" / name / file for name in left_out for file in OF_SUBJECT)):
+        path.unlink(missing_ok=True)  # of an earlier template
     write_volume(out / TEMPLATE, image, affine)
     items = {item["id"]: item for item in items}
     written = [write_subject(out, row, items[row["name"]], affine) for row in rows]

@@ -189,6 +189,7 @@ def test_label_maps_that_do_not_fit_or_are_gone_do_not_count_and_leave_nothing_o
     done, _, history = finish(*args)
     assert [row["dice"] for row in done] == [1, 1, 1] and history[-1]["dice_pairs"] == 1
     write_volume(items[0]["label"], np.ones((16, 17), np.uint8), np.diag([2.0, 1, 1, 1]))
+    write_volume(tmp_path / "subjects/s_3/warped_label.nii.gz", np.ones((16, 17), np.uint8), np.eye(4))
     items[1]["label"] = None
     items[2]["source"] = {"moving": "hex", "moving_label": None}
     done, failed, _ = finish(*args)
@@ -393,9 +394,12 @@ def test_whatever_a_template_depends_on_makes_it_again(small, tmp_path, capsys):
     (group / "s_2.nii.gz").write_bytes(repaired)
     for path in (*group.glob("*_dseg.nii.gz"), group / "s_1.nii.gz"):
         path.unlink()
+    corrected = out / "subjects/s_1/warped.nii.gz"
+    corrected.write_bytes(b"mine")
     assert (out / "template_label.nii.gz").exists() and make(small) == 0
     assert [row["name"] for row in json.loads(results.read_text())["pairs"]] == ["s_0", "s_2"]
     assert not list(out.rglob("*_label.nii.gz"))
+    assert [*out.glob("subjects/s_1/*")] == [corrected], "no field from the old template"
 
 
 @pytest.mark.parametrize("option, value, least", [("--spacing", "nan", 0), ("--spacing", "inf", 0),
