@@ -97,7 +97,11 @@ def of_results(args):
         raise InputError(f"{args.results}: every registration has the verdict failed; register the subjects again "
                          "first.")
     beside = Path(targets[0]).parent / LABEL
-    label = args.labels or rows[0].get("fixed_label") or (beside if beside.is_file() else None)
+    given = sorted({row["fixed_label"] for row in rows if row.get("fixed_label")})
+    if len(given) > 1 and not args.labels:
+        raise InputError(f"{args.results}: registered with the label maps {given[0]} and {given[1]}; choose one by "
+                         "--labels.")
+    label = args.labels or (given[0] if given else beside if beside.is_file() else None)
     entries = [{"name": row["name"], "field": Path(row["folder"]) / "field.nii.gz", "fixed": Path(targets[0]),
                 **({"labels": Path(label)} if label else {})} for row in rows]
     known = {row["name"]: (row["matrix"], {name: digests for name, digests in row.get("files", {}).items()

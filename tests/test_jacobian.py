@@ -123,8 +123,7 @@ def test_labels_of_a_registration_that_resampled_them_are_resampled_to_its_grid(
     label[18:26, 20:28, 16:24] = 5
     write_volume(place / "fine.nii.gz", label, fine)
     content = json.loads((place / "reg/results.json").read_text())
-    for row in content["pairs"]:
-        row["fixed_label"] = str(place / "fine.nii.gz")
+    content["pairs"][1]["fixed_label"] = str(place / "fine.nii.gz")  # the first pair has no labels
     content["settings"] = {"config": {"model.dims": 3}, "labels": "nearest", "resample_labels": True}
     (place / "reg/results.json").write_text(json.dumps(content))
     assert run("--results", place / "reg", "--out", place / "out") == 0
@@ -132,6 +131,10 @@ def test_labels_of_a_registration_that_resampled_them_are_resampled_to_its_grid(
     capsys.readouterr()
     assert run("--results", place / "reg", "--labels", place / "fine.nii.gz", "--out", place / "given") == 43
     assert "fine.nii.gz: the label map is on another grid" in capsys.readouterr().err
+    content["pairs"][0]["fixed_label"] = str(place / "label.nii.gz")
+    (place / "reg/results.json").write_text(json.dumps(content))
+    assert run("--results", place / "reg", "--out", place / "two") == 43
+    assert f"label maps {place}/fine.nii.gz and {place}/label.nii.gz; choose one" in capsys.readouterr().err
 
 
 def test_results_of_two_templates_and_of_an_early_version_are_refused(results, capsys):
