@@ -79,18 +79,19 @@ def finished_row(row, out, paths):
 
 
 @contextlib.contextmanager
-def locked(path, program, names, inputs=()):
+def locked(path, program, names, inputs=(), folders=()):
     """Make a folder of results, hold its lock, and make sure that no result replaces a file of the user.
 
     path: of the folder. names: of the files that the program will write there, relative to it. inputs: paths of the
-    files that it will read; None is skipped. Yields: the folder's Path.
-    Raises InputError if the folder has results of another program, which would be dropped, or one of these files
-    without results of an earlier run, or if one of these files is an input.
+    files that it will read; None is skipped. folders: of all entries of the list, as for `require_own`.
+    Yields: the folder's Path.
+    Raises InputError if the folder has results of another program or of entries in other `folders`, which would be
+    dropped, or one of these files without results of an earlier run, or if one of these files is an input.
     """
     out = Path(path)
     make_folder(out)
     with run_lock.held_results(out):
-        require_own(out, program=program)
+        require_own(out, folders, program=program)
         is_new = not read_results(out)["version"]
         files = [out / name for name in names if not os.path.isdir(out / name)]  # no file replaces a folder
         require_apart(files, (lambda _: False) if is_new else None, inputs)

@@ -52,8 +52,8 @@ def jacobian(args):
     names = ["jacobian.html", "jacobian.tsv", *(f"{entry['name']}/{name}" for entry in entries
                                                 for name in (WHOLE, LOCAL, MIDDLE))]
     inputs = [path for entry in entries for key, path in entry.items() if key != "name"]
-    with common.locked(args.out, "jacobian", names, inputs) as out:
-        tasks = [(entry, out / entry["name"]) for entry in entries]
+    tasks = [(entry, Path(args.out, entry["name"])) for entry in entries]
+    with common.locked(args.out, "jacobian", names, inputs, [folder for _, folder in tasks]) as out:
         rows, failed = do_all(out, tasks, function, settings, args.workers, "mapping", "subject", args.again)
         # Maps are kept from an earlier run, verdicts are not: they change when the list does.
         rows = [{**row, **verdicts.get(row["name"], {})} for row in rows]

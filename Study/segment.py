@@ -56,7 +56,7 @@ def segment(args):
     names = ["segment.html", "labels.tsv", "ranking/results.json", "atlases/results.json",
              *(f"{item['id']}/{name}" for item in images for name in (LABEL, DOUBT))]
     inputs = [item[key] for item in atlases + images for key in ("image", "label")]
-    with common.locked(args.out, "segment", names, inputs) as out:
+    with common.locked(args.out, "segment", names, inputs, [Path(args.out, item["id"]) for item in images]) as out:
         kept = {}
         if not args.again:
             require_uncorrected(images, out)

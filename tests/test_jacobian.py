@@ -108,6 +108,12 @@ def test_maps_and_table_of_known_fields(results, capsys):
     said = capsys.readouterr().err
     assert "keeping 2 of 2 subjects" in said and "grown: doubtful, its similarity is an outlier." in said
     assert (place / "out/jacobian.tsv").read_text() == before
+    content["pairs"][0].update(verdict="failed")
+    (place / "reg/results.json").write_text(json.dumps(content))
+    assert run("--results", place / "reg", "--out", place / "out") == 43, "a subject that takes no part"
+    assert f"remove folders such as {place}/out/grown." in capsys.readouterr().err
+    content["pairs"][0].update(verdict="ok")
+    (place / "reg/results.json").write_text(json.dumps(content))
     words = ("--smooth", "3", "--out", place / "smooth")
     assert run("--results", place / "reg", "--labels", place / "label.nii.gz", *words) == 0
     assert (place / "smooth/jacobian.tsv").read_text() == before, "the table is of the maps before the smoothing"
