@@ -33,7 +33,8 @@ WRITTEN = (*NIFTI, *FREESURFER, *formats.WRITTEN)
 READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError,
                nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError,
                TypeError,  # nibabel raises it for a .mgh file that is shorter than its header
-               OverflowError)  # and this one if the voxels begin at infinity
+               OverflowError,  # and this one if the voxels begin at infinity
+               nibabel.freesurfer.mghformat.MGHError, KeyError)  # of a .mgh file without voxels, or with unknown ones
 MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes for metre and micrometre; ITK treats all others as millimetres
 MOST_BYTES = 16 * 2 ** 30  # limit for a compressed file's voxels, so that a damaged header cannot claim all memory
 CHUNK = 8 * 2 ** 20  # bytes decompressed at a time
@@ -206,7 +207,7 @@ def open_nifti(path):
                       f'"{path.stem}.nii.gz")')
         raise InputError(f"{path}: not a readable {kind} file ({error}); {advice}.") from error
     if isinstance(image, nibabel.MGHImage):
-        return as_nifti(image)
+        return as_nifti(image, path)
     if not isinstance(image, nibabel.Nifti1Image):
         raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it (nib-convert "
                          f"{path.name} {path.stem}.nii.gz).")
@@ -234,14 +235,20 @@ def _require_place_codes(path, image):
                              "the header is damaged: export the file again, or set the code with nibabel or fslorient.")
 
 
-def as_nifti(image):
-    """A nibabel image of any format as a NIfTI image, with the same voxels, not read yet, and its position in mm."""
+def as_nifti(image, name):
+    """A nibabel image of any format as a NIfTI image, with the same voxels, not read yet, and its position in mm.
+
+    Raises InputError, with the name of the image, if a NIfTI header cannot hold its shape or position.
+    """
     if isinstance(image, nibabel.Nifti1Image):
         return image
     affine = np.array(image.affine, np.float64)
     if isinstance(image, nibabel.Nifti1Pair):
         affine[:3] *= mm_of_unit(image.header)
-    found = nibabel.Nifti1Image(image.dataobj, affine, dtype=image.get_data_dtype())
+    try:
+        found = nibabel.Nifti1Image(image.dataobj, affine, dtype=image.get_data_dtype())
+    except nibabel.spatialimages.HeaderDataError as error:
+        raise InputError(f"{name}: its header gives no usable position or size ({error}); export it again.") from error
     found.header.set_xyzt_units("mm")
     if isinstance(image, nibabel.MGHImage) and len(image.shape) == 4:
         found.header["pixdim"][4] = image.header["tr"]  # the time of a frame

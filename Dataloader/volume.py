@@ -117,7 +117,7 @@ def in_memory(source, name):
     """Array (2 or 3 axes), affine 4x4 or None, and header of a volume that is not a file, see `read_source`."""
     affine, header = None, nibabel.Nifti1Header()
     if isinstance(source, nibabel.spatialimages.SpatialImage):
-        own, dims = as_nifti(source), axes(name, source.shape)
+        own, dims = as_nifti(source, name), axes(name, source.shape)
         affine, header = read_affine(name, own, dims), own.header
         try:
             array = np.asanyarray(source.dataobj)

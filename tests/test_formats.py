@@ -1,6 +1,8 @@
 """NRRD, MetaImage and MGZ: there and back, and voxel by voxel where SimpleITK and FreeSurfer's header put them."""
+import gzip
 import json
 import os
+import struct
 import sys
 
 import nibabel
@@ -152,6 +154,17 @@ def test_a_header_that_no_nifti_header_can_hold_is_one_sentence(tmp_path, line, 
     path.write_bytes(b"\n".join(other if each.startswith(line) else each for each in lines))
     with refused("v.mha", "(no usable position or size|not readable)"):
         read_header(path)
+
+
+@pytest.mark.parametrize("suffix", [".mgh", ".mgz"])
+@pytest.mark.parametrize("offset, changed", [(4, ">i0"), (4, ">i33000"), (20, ">i7"), (30, ">f0"), (30, ">fnan")])
+def test_a_damaged_header_of_freesurfer_is_one_sentence(tmp_path, suffix, offset, changed):
+    """No voxels, too many along an axis, colours, voxels without a size: nibabel's errors ended a whole list too."""
+    content = bytearray(nibabel.MGHImage(numbers(), np.eye(4)).to_bytes())
+    struct.pack_into(changed[:2], content, offset, (float if "f" in changed[:2] else int)(changed[2:]))
+    (tmp_path / f"v{suffix}").write_bytes(gzip.compress(content) if suffix == ".mgz" else content)
+    with refused(f"v{suffix}", "(no usable position or size|not a readable FreeSurfer file)"):
+        read_header(tmp_path / f"v{suffix}")
 
 
 @pytest.mark.parametrize("suffix", OTHERS)
