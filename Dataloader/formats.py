@@ -19,7 +19,7 @@ from pathlib import Path
 import nibabel
 import numpy as np
 
-from Runtime.errors import InputError
+from Runtime.errors import InputError, first_line
 from Runtime.files import require_file, sha256, write_file
 
 READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
@@ -188,7 +188,8 @@ def open_itk(path):
     try:
         image = nibabel.Nifti1Image(empty, affine, dtype=empty.dtype)
     except nibabel.spatialimages.HeaderDataError as error:
-        raise InputError(f"{path}: its header gives no usable position or size ({error}); export it again.") from error
+        raise InputError(f"{path}: its header gives no usable position or size ({first_line(error)}); export it "
+                         "again.") from error
     image.header.set_xyzt_units("mm")
     return image
 

@@ -23,7 +23,7 @@ from scipy import ndimage
 
 from Dataloader import formats
 from Dataloader.grids import corners, is_singular, slabs
-from Runtime.errors import InputError
+from Runtime.errors import InputError, first_line
 from Runtime.files import require_file, write_file
 
 NIFTI = (".nii.gz", ".nii")
@@ -92,9 +92,7 @@ def checked_image(path, array):
 
     Raises InputError for an image that `read_volume` refuses.
     """
-    if array.dtype.kind not in "buif":
-        raise InputError(f"{path}: each voxel must be one real number, but the type is {array.dtype}; convert the "
-                         "volume.")
+    require_real(path, array)
     if array.size == 0:
         raise InputError(f"{path}: shape {array.shape} has no voxels; give a volume.")
     with np.errstate(over="ignore"):
@@ -248,7 +246,8 @@ def as_nifti(image, name):
     try:
         found = nibabel.Nifti1Image(image.dataobj, affine, dtype=image.get_data_dtype())
     except nibabel.spatialimages.HeaderDataError as error:
-        raise InputError(f"{name}: its header gives no usable position or size ({error}); export it again.") from error
+        raise InputError(f"{name}: its header gives no usable position or size ({first_line(error)}); export it "
+                         "again.") from error
     found.header.set_xyzt_units("mm")
     if isinstance(image, nibabel.MGHImage) and len(image.shape) == 4:
         found.header["pixdim"][4] = image.header["tr"]  # the time of a frame
@@ -432,9 +431,7 @@ def read_voxels(path, image):
                          f"({', '.join(array.dtype.names)}); save one channel: v = nibabel.load("
                          f'"{Path(path).name}"); nibabel.save(nibabel.Nifti1Image(numpy.asarray(v.dataobj)["G"], '
                          'v.affine), "grey.nii.gz").')
-    if array.dtype.kind not in "buif":
-        raise InputError(f"{path}: each voxel must be one real number, but the type is {array.dtype}; convert the "
-                         "volume.")
+    require_real(path, array)
     return array
 
 
@@ -467,8 +464,16 @@ def _require_bytes(path, image, present):
         raise InputError(f"{path}: truncated, {present} of {needed} bytes are there; copy or download it again.")
 
 
+def require_real(path, array):
+    """Raise InputError if the voxels of a volume are no real numbers. path: its file or name."""
+    if array.dtype.kind not in "buif":
+        raise InputError(f"{path}: each voxel must be one real number, but the type is {array.dtype}; convert the "
+                         "volume.")
+
+
 def require_finite_voxels(path, array):
-    """Raise InputError if a volume has voxels that are NaN or infinite. path: its file or name."""
+    """Raise InputError if a volume has voxels that are NaN, infinite or no real numbers. path: its file or name."""
+    require_real(path, array)
     bad = array.size - np.count_nonzero(np.isfinite(array))
     if bad:
         raise InputError(f"{path}: {bad} of {array.size} voxels are NaN or infinite; set them to the background, as "

@@ -226,9 +226,6 @@ def require_volume(array, name, dims=None):
     array = as_array(array, name, "give an array (D, H, W) or (H, W)")
     if array.ndim not in (2, 3) or dims not in (None, array.ndim):
         raise InputError(f"{name}: shape {array.shape} is not {dims or '2D or 3'}D; give one {dims or 3}D volume.")
-    if array.dtype.kind not in "buif":
-        raise InputError(f"{name}: each voxel must be one real number, but the type is {array.dtype}; convert the "
-                         "volume.")
     require_finite_voxels(name, array)
     return array
 

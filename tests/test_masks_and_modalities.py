@@ -2,6 +2,7 @@
 import json
 import warnings
 
+import nibabel
 import numpy as np
 import pytest
 import torch
@@ -35,6 +36,7 @@ from tests.tiny import config
 pytestmark = pytest.mark.usefixtures("no_figures")
 SIZE = (30, 34, 28)
 SPACING_MM = np.diag([1.5, 1.2, 1.8, 1.0])
+COLOUR = [(name, np.uint8) for name in "RGB"]  # of voxels in NIfTI
 
 
 def smooth_noise(size, seed=0):
@@ -417,7 +419,8 @@ def test_a_mask_too_thin_to_count_is_one_sentence():
 def test_masks_that_do_not_fit_are_one_sentence():
     volume = (make_subject(7, SIZE)["image"], SPACING_MM)
     for mask, words in ((np.zeros(SIZE), "nowhere above 0"), (np.ones((3, 4, 5)), "on another grid"),
-                        (np.full(SIZE, np.nan), "mask of fixed: .* voxels are NaN or infinite")):
+                        (np.full(SIZE, np.nan), "mask of fixed: .* voxels are NaN or infinite"),
+                        (nibabel.Nifti1Image(np.zeros(SIZE, COLOUR), SPACING_MM), "must be one real number")):
         with pytest.raises(InputError, match=words):
             register(volume, volume, refine=1, fixed_mask=mask, config=config())
     with pytest.raises(InputError, match=f"similarity must be {', '.join(SIMILARITIES)}, not 'nmi'"):
