@@ -101,7 +101,7 @@ def _read_items(root, channels):
         paths, passed = _volumes_under(_image_folder(root))
         return *_from_paths(root, paths, channels), passed
     if not root.exists():  # a pattern
-        above, found = _base_of(root), sorted(glob.glob(str(root), recursive=True))
+        above, found = _base_of(root), sorted({*glob.glob(str(root), recursive=True)})  # **/** finds all twice
         paths = [path for path in map(Path, found) if ends_in(path, SUFFIXES) and path.is_file()]
         paths = paths if OF_RESULTS.match(root.name) else _without_results(paths, above)  # it may ask for results
         return *_from_paths(above, paths, channels), []
@@ -641,7 +641,7 @@ def _listed_item(where, folder, entry, listed):
     paths = {role: folder / entry[role] if role in entry else None for role in ("image", "label", "mask")}
     further = {role: folder / entry[role] for role in FURTHER if role in entry}
     if not _is_file(paths["image"], listed):  # nnU-Net v1 lists cases, not channels
-        first = paths["image"].with_name(_stem(paths["image"]) + "_0000.nii.gz")
+        first = paths["image"].parent / f"{_stem(paths['image'])}_0000.nii.gz"
         paths["image"] = first if _is_file(first, listed) else paths["image"]
     for role, path in {**paths, **further}.items():
         if path and not _is_file(path, listed) and not is_series(path):

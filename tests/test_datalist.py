@@ -370,6 +370,7 @@ def test_csv_quotes_a_path_that_holds_the_separator(tmp_path):
     ("image,id\na_1.nii.gz,x\n,y\n", "list.csv line 3: no image path; fill the cell"),
     ("image,id\na_1.nii.gz,x/y\n", "list.csv line 2: the id x/y contains a slash"),
     ("image\na_1.nii.gz\nno.nii\n", "no.nii: the image listed in .*list.csv line 3 is missing; .* drop its entry"),
+    ("image\n/\n", "/: the image listed in .*list.csv line 2 is missing"),
     ("image,label\na_1.nii.gz,no.nii\n", "no.nii: the label listed in .*list.csv line 2 is missing; .* the label"),
     ("image,mask\na_1.nii.gz,seg\n", "seg: the mask listed in .*list.csv line 2 is missing; .* drop the mask"),
     ("image\n\0/a.nii\n", "list.csv: the text contains zero bytes"),
@@ -683,6 +684,7 @@ def test_a_pattern_chooses_the_images(tmp_path):
     items = read_datalist(f"{tmp_path}/**/*_T1w.nii.gz")
     assert [(item["id"], item["subject"], item["label"] and item["label"].name) for item in items] == [
         ("sub-01_T1w", "sub-01", "sub-01_dseg.nii.gz"), ("sub-02_T1w", "sub-02", None)]
+    assert [item["id"] for item in list_volumes(f"{tmp_path}/**/**/*_T1w.nii.gz")] == ["sub-01_T1w", "sub-02_T1w"]
     items = list_volumes(f"{tmp_path}/*/*_T2w.nii.gz", pattern="^([^/]+)/")
     assert [(item["id"], item["subject"]) for item in items] == [("sub-01_T2w", "sub-01")]
 
