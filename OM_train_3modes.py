@@ -330,24 +330,6 @@ class ModeResult(NamedTuple):
     kept: list    # further results of its step function, per batch
 
 
-def check_result(mode, result):
-    """Raise InputError, with the mode and the term, for a result of a step function that cannot be trained on."""
-    if not isinstance(result, (tuple, list)) or len(result) < 2 or not isinstance(result[1], dict):
-        raise InputError(f"mode {mode.name}: its step function returns no loss with a dict of terms; end it with "
-                         "`return loss, terms`.")
-    loss, terms = result[:2]
-    if mode.curve in terms:
-        raise InputError(f"mode {mode.name} returns a term {mode.curve}, which is the name of its curve; rename one.")
-    for name, value in {"loss": loss, **terms}.items():
-        if not isinstance(value, torch.Tensor) or value.dim():
-            found = f"of shape {[*value.shape]}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise InputError(f"mode {mode.name}: its {name} is {found}, not a tensor of one number; take the mean of a "
-                             "larger one, and loss.new_tensor of a plain number.")
-    if not loss.requires_grad:
-        raise InputError(f"mode {mode.name}: its loss has no gradient, so nothing would be learned; compute it from "
-                         "what the network returns, without detach, item or no_grad.")
-
-
 def run_mode(run, mode, batches, **raised):
     """One mode of a step: forward of each batch of this rank, one agreement, backward, clip, optimizer step.
 
@@ -367,8 +349,7 @@ def run_mode(run, mode, batches, **raised):
             watchdog.phase("forward", mode.name)
             result = graphs.run(run.graphs, mode.name, lambda given: mode.step(run.model, given, run.cfg), batch,
                                 run.net.parameters())
-            check_result(mode, result)
-            loss, terms, *beside = result
+            loss, terms, *beside = losses.checked(mode, result)
             rows.append(torch.stack([value.detach().float() for value in (loss, *terms.values())]))
             named.append([*terms])
             kept += beside

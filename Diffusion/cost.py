@@ -15,6 +15,7 @@ from Dataloader.sampler import epoch_pair_count, steps_left
 from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
 from Diffusion.fake_device import AliveBytes, DeviceAutocast
+from Diffusion.losses import checked
 from Diffusion.networks import new_network
 from Diffusion.optim import adam_names, local_bytes
 from Runtime.config import modes_of
@@ -76,7 +77,7 @@ def stand_in(cfg, pair_batch, labels):
         if mode.name == "contrastive" and cfg["optim.average"]:
             with torch.no_grad():
                 embed(net, batch, cfg)  # the target embeddings, from the averaged weights
-        return mode.step(net, batch, cfg)[0]
+        return checked(mode, mode.step(net, batch, cfg))[0]
 
     return net, loss_of
 

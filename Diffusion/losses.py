@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from Diffusion.device_ops import accelerated, constant, product_along
 from Diffusion.fields import append_dims, jacobian_determinant, masked, side_lengths, warp
+from Runtime.errors import InputError
 
 # A displacement counts as zero where its squared length, as a fraction of the image side, is below this: 0.04 voxels at
 # a side of 128.
@@ -540,3 +541,25 @@ def info_nce(anchors, positives, negatives, allowed, temperature):
     others = (anchors @ negatives.T).masked_fill(~allowed, float("-inf"))
     logits = torch.cat([positive, others], dim=1) / temperature
     return (torch.logsumexp(logits, dim=1) - logits[:, 0]).mean()
+
+
+def checked(mode, result):
+    """The result of a step function, as it is. mode: its entry in MODES of the training script.
+
+    Raises InputError, with the mode and the term, for one that cannot be trained on.
+    """
+    if not isinstance(result, (tuple, list)) or len(result) < 2 or not isinstance(result[1], dict):
+        raise InputError(f"mode {mode.name}: its step function returns no loss with a dict of terms; end it with "
+                         "`return loss, terms`.")
+    loss, terms = result[:2]
+    if mode.curve in terms:
+        raise InputError(f"mode {mode.name} returns a term {mode.curve}, which is the name of its curve; rename one.")
+    for name, value in {"loss": loss, **terms}.items():
+        if not isinstance(value, torch.Tensor) or value.dim():
+            found = f"of shape {[*value.shape]}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise InputError(f"mode {mode.name}: its {name} is {found}, not a tensor of one number; take the mean of a "
+                             "larger one, and loss.new_tensor of a plain number.")
+    if not loss.requires_grad:
+        raise InputError(f"mode {mode.name}: its loss has no gradient, so nothing would be learned; compute it from "
+                         "what the network returns, without detach, item or no_grad.")
+    return result

@@ -96,6 +96,16 @@ def test_labels_that_training_refuses_refuse_the_dry_run(tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
 
+def test_results_of_a_step_function_that_training_refuses_refuse_the_dry_run(tmp_path, monkeypatch, capsys):
+    step = om.step_registration
+    for result, reason in ((lambda loss: loss, "its step function returns no loss with a dict of terms"),
+                           (lambda loss: (loss, {"bright": 0.5}), "its bright is a float, not a tensor of one number")):
+        bad = om.MODES["registration"]._replace(step=lambda *given, result=result: result(step(*given)[0]))
+        monkeypatch.setitem(om.MODES, "registration", bad)
+        assert om.main(arguments(tmp_path, "--dry-run")) == 43
+        assert f"error: mode registration: {reason}" in capsys.readouterr().err
+
+
 def test_a_step_is_tried_on_a_grid_of_this_machine_and_grows_with_the_voxels(monkeypatch):
     """By a clock of its own: a step takes a second, and the first one ten."""
     shapes, clock = [], [1000.0]
