@@ -26,6 +26,8 @@ from Runtime.errors import InputError, first_line
 # gathered with the network.
 BLOCKS = (ConvBlock, UpsampleConv, TransposedConv, AttentionBlock)
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# Options of Adam and RMSprop, and what they keep for each parameter beside the rest: {option: name in the state}.
+ADDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,8 +247,9 @@ def numbered(net, optimizer):
 def load_optimizers(net, optimizers, saved):
     """Load this rank's part of a checkpoint's Adam state; see `compare_moments`. saved: from `gather_state`.
 
-    Options such as the weight decay stay those of the optimizers, which the code or the config may have changed.
-    Returns: sentences on what is not loaded, because the state is of another kind of optimizer.
+    Options such as the weight decay stay those of the optimizers, which the code or the config may have changed. What
+    an option of ADDED adds starts from zero if the checkpoint was written without it.
+    Returns: sentences on what is not loaded, because the state is of another kind of optimizer or lacks a part.
     """
     changes = []
     for name, optimizer in optimizers.items():
@@ -269,7 +272,11 @@ def load_optimizers(net, optimizers, saved):
         for group in adam.param_groups:
             for parameter in group["params"]:
                 if entry := whole_state["state"].get(numbers[parameter]):
-                    state[numbers[parameter]] = {key: part_like(parameter, value) for key, value in entry.items()}
+                    entry = {key: part_like(parameter, value) for key, value in entry.items()}
+                    for part in [part for option, part in ADDED.items() if group.get(option) and part not in entry]:
+                        entry[part] = torch.zeros_like(parameter)
+                        changes.append(f"the optimizer's {part} starts from zero, because the checkpoint has none")
+                    state[numbers[parameter]] = entry
             groups.append({**group, "params": [numbers[parameter] for parameter in group["params"]]})
         adam.load_state_dict({"state": state, "param_groups": groups})
     return dict.fromkeys(changes)

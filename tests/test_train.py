@@ -297,6 +297,24 @@ def test_another_kind_of_optimizer_starts_afresh(data, tmp_path, monkeypatch, ca
                 f"{other.__name__}" in capfd.readouterr().out) is said
 
 
+@pytest.mark.parametrize("kind, options, parts", [
+    (torch.optim.Adam, {"amsgrad": True}, {"max_exp_avg_sq"}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, {"grad_avg", "momentum_buffer"})])
+def test_what_an_option_adds_to_an_optimizer_starts_from_zero(data, tmp_path, monkeypatch, capfd, kind, options, parts):
+    made = {}
+    monkeypatch.setattr(om.optim, "make_optimizer", lambda net, ranks, cfg: kind(net.parameters(), 1e-4, **made))
+    assert train(data, tmp_path, "--max-steps-before-restart", "1") == 42
+    before = {*newest_state(tmp_path)["optimizer"]["state"][0]}
+    made.update(options)
+    for said in (True, False):
+        capfd.readouterr()
+        assert train(data, tmp_path, "--max-steps-before-restart", "1") == 42
+        printed = capfd.readouterr().out
+        assert all((f"the optimizer's {part} starts from zero, because the checkpoint has none" in printed) is said
+                   for part in parts)
+        assert {*newest_state(tmp_path)["optimizer"]["state"][0]} == before | parts
+
+
 def test_a_state_of_an_older_version_goes_to_the_parameters_that_it_had():
     """Its numbers are those of the optimizer's own parameters, and it does not name its kind."""
     net = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(3)))
