@@ -652,7 +652,7 @@ def test_errors_of_the_command_line_are_sentences(tmp_path, call):
     assert (bad.code, bad.told) == (43, {}) and bad.err.startswith("error: ") and "run.epochs" in bad.err
     assert not (tmp_path / "Models").exists()
     none = call(tmp_path / "nowhere")
-    assert none.code == 43 and "time of a run went tells python -m Report.run" in none.err
+    assert none.code == 43 and "time of a run went, use python -m Report.run" in none.err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
