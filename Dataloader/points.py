@@ -142,11 +142,12 @@ def _markups(path, content):
             sign = SIGNS[each.get("coordinateSystem", "LPS")]
             found += [(point, sign) for point in each.get("controlPoints", [])]
         for number, (point, sign) in enumerate(found, 1):
-            place = np.array(point.get("position") or [np.nan] * 3, np.float64) * sign
-            if point.get("positionStatus", "defined") != "defined" or not np.isfinite(place).all():
+            place = np.array(point.get("position") or [np.nan] * 3, np.float64)
+            is_placed = point.get("positionStatus", "defined") == "defined" and place.shape == (3,)
+            if not is_placed or not np.isfinite(place).all():
                 raise InputError(f"{path}: control point {number}, {point.get('label', 'without a label')}, has no "
-                                 "position; place it in Slicer, or delete it.")
-            points_mm.append(place)
+                                 "position of three numbers; place it in Slicer, or delete it.")
+            points_mm.append(place * sign)
             names.append(str(point.get("label") or ""))
         points_mm = np.array(points_mm).reshape(-1, 3)
     except InputError:

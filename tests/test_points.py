@@ -108,7 +108,10 @@ def test_landmarks_of_other_programs(tmp_path, name, content):
     ("p.csv", b"{" + 99 * b"a" + b"\n", "does not name the columns x, y and z"),
     ("p.fcsv", HEADER.format("RAS").encode(), "no landmarks"),
     ("p.mrk.json", b"[]", "not a list of Slicer's control points"),
-    ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", "[]").encode(), "2, chin, has no position; place it"),
+    ("p.mrk.json", MARKUPS.replace("[-1.0, -2.0, 3.0]", "[]").encode(), "2, chin, has no position of three"),
+    *(("p.mrk.json", json.dumps({"markups": [{"coordinateSystem": "RAS", "controlPoints": [{"position": position}] * 3}]
+                                 }).encode(), "control point 1, without a label, has no position of three numbers")
+      for position in ([1, 2, 3, 1], [1, 2], [1], 1, [[1, 2, 3]])),
     ("p.mrk.json", MARKUPS.replace("LPS", "IJK").encode(), "not a list of"), ("p.mrk.json", b"{", "not a list of"),
     ("p.vtk", b"# vtk DataFile Version 3.0\nx\nASCII\nDATASET FIELD\n", "not a legacy .vtk file with POINTS"),
     ("p.vtk", ASCII[:-30].encode(), "fewer points than its header says"), ("p.vtk", BINARY[:-60], "fewer points"),
