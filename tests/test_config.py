@@ -184,6 +184,9 @@ def test_an_option_takes_several_overrides(program):
     ("run.deadline_first_s=1e10", ["run.deadline_first_s", "between 1 and"]),  # no timer takes it
     ("run.deadline_floor_s=1e10", ["run.deadline_floor_s", "between 0.1 and"]),
     ("run.deadline_factor=1e10", ["run.deadline_factor", "between 1 and"]),
+    ("run.join_s=1e10", ["run.join_s", "between 1 and"]),  # the libraries' timers overflow and end at once
+    ("run.backend_timeout_s=1e10", ["run.backend_timeout_s", "between 10 and"]),
+    ("run.seed=18446744073709551616", ["run.seed", "between 0 and"]),  # no generator of torch takes it
     ("run.strategy=zero2", ["run.strategy must be one of ddp, zero1, fsdp, not 'zero2'"]),
 ])
 def test_bad_values_are_one_sentence(override, words):
