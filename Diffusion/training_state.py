@@ -207,6 +207,9 @@ def announce(run):
     if cfg["loss.segment"] and cfg["augment.flip"]:
         print("augment.flip mirrors volumes, but their labels keep their values, so loss.segment also teaches to call "
               "the left side right: set augment.flip to 0 if left and right have labels of their own")
+    if cfg["data.stage"] and not cfg["data.cache"]:
+        print(f"data.stage {cfg['data.stage']} is not used, because data.cache is empty and there is no cache to copy: "
+              "set data.cache to auto or to a folder")
     inputs = {mode.data for mode in run.modes}
     modalities = sorted({item["modality"] for item in run.dataset.items} - {""})
     if "pairs" in inputs and not run.listed and len(modalities) > 1 and cfg["data.pair_modalities"] == "any":
@@ -221,7 +224,7 @@ def announce(run):
     if held_out == 1:
         print("one validation volume makes no pair, so registration is not validated and no checkpoint can be the "
               "best: hold out two volumes (data.val_ids, data.val_fraction)")
-    run.curves = new_writer(f"{cfg['run.logs']}/{run.folder.name}", step, run.folder / "pictures")
+    run.curves = new_writer(Path(cfg["run.logs"]) / run.folder.name, step, run.folder / "pictures")
 
 
 def refuse_nonfinite(run, failed):

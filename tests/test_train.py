@@ -368,6 +368,14 @@ def test_a_start_on_a_full_disk_is_one_sentence(data, tmp_path, monkeypatch, cap
                                       "another folder (run.models).\n")
 
 
+def test_empty_places_are_the_folder_of_the_command_and_a_stage_without_a_cache_is_told(data, tmp_path, monkeypatch,
+                                                                                          capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train(data, tmp_path, "--max-steps-before-restart", "1", run__logs="", data__stage="/dev/shm") == 42
+    assert [*tmp_path.glob("demo_om_net/events.*")]
+    assert "data.stage /dev/shm is not used, because data.cache is empty" in capsys.readouterr().out
+
+
 def test_a_queue_of_another_length_starts_empty(data, tmp_path, capsys):
     run = begin(config(data, **QUICK), tmp_path)
     om.embeddings.push(run.queue, *torch.rand(2, 4, 8), torch.arange(4))
