@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import OM_train_3modes as om
 from Diffusion.optim import footprint, gather, gather_state, wrap
@@ -135,6 +136,42 @@ def test_a_death_in_a_forward_is_survived_with_the_same_bits(data, tmp_path, tra
     one, other = newest_state(tmp_path), newest_state(trained)
     for kind in ("model", "ema"):
         assert checkpoint.weights_sha256(one[kind]) == checkpoint.weights_sha256(other[kind])
+
+
+def train_in_groups(words, groups):
+    """One rank of a training whose optimizer has a group of its own for each (numbers of axes, learning rate)."""
+    def make(net, ranks, cfg):
+        made = [{"params": [one for one in net.parameters() if one.dim() in axes], "lr": lr} for axes, lr in groups]
+        if cfg["run.strategy"] == "zero1":
+            return ZeroRedundancyOptimizer(made, torch.optim.Adam, lr=1e-3)
+        return torch.optim.Adam(made, lr=1e-3)
+
+    om.optim.make_optimizer = make
+    return om.main(words)
+
+
+def test_groups_of_parameters_keep_their_rates_on_several_ranks_and_a_resumed_run_its_bits(data, tmp_path, strategy):
+    """Also where the second launch has other groups. Three steps of mode 3 alone."""
+    changes = {**QUICK, "run__strategy": strategy, "run__epochs": 1, "data__repeats": 1, "data__batchsize": 1,
+               **{f"loss__{weight}": 0 for weight in ("dist", "ang", "regul", "contrastive")}}
+
+    def launch_with(folder, groups, *more):
+        folder.mkdir(exist_ok=True)
+        words = options(data, folder, *more, **changes)
+        with warm.ranks(2, folder / "log", (words, groups), target=train_in_groups) as processes:
+            return warm.codes(processes, 200), (folder / "log").read_text()
+
+    moving, still, whole, parts = (3, 4, 5), (0, 1, 2), tmp_path / "whole", tmp_path / "parts"
+    for folder, groups, more, code in ((whole, ((moving, 5e-4), (still, 0.0)), (), 0),
+                                       (parts, ((moving, 5e-4), (still, 0.0)), ("--max-steps-before-restart", "2"), 42),
+                                       (parts, (((0, 2), 0.0), (moving, 5e-4), ((1,), 0.0)), (), 0)):
+        codes, printed = launch_with(folder, groups, *more)
+        assert codes == [code] * 2, printed
+    one, other = (newest_state(folder) for folder in (whole, parts))
+    assert same_state(one["model"], one["optimizer"]["state"], {**other, "optimizer": other["optimizer"]["state"]})
+    before = om.build_network(config(data, **changes)).state_dict()
+    moved = {tensor.dim() for name, tensor in one["model"].items() if not torch.equal(tensor, before[name])}
+    assert 5 in moved and not moved & {*still}
 
 
 @pytest.mark.parametrize("layer", [torch.nn.BatchNorm3d(2), torch.nn.InstanceNorm3d(2, track_running_stats=True)])
