@@ -58,14 +58,11 @@ def new_gradients(cfg, device="cpu"):
     exchange half the bytes of float32).
 
     On an accelerator float64 doubles communication, and other operations are not bitwise reproducible anyway.
-    Raises InputError if both are true, and for exact sums on a device without float64, which is tested once.
+    Raises InputError for exact sums on a device without float64, which is tested once.
     """
     exact, bf16 = cfg["run.exact_sums"], cfg["run.bf16_sums"]
     if exact == "auto":
         exact = torch.device(device).type == "cpu" and not bf16
-    if exact and bf16:
-        raise InputError("run.exact_sums and run.bf16_sums are both true, but only one of them can be: set one to "
-                         "false.")
     if exact:
         try:
             torch.ones(2, dtype=torch.float64, device=device).sum().item()

@@ -277,6 +277,9 @@ def check_together(cfg, path):
     if cfg["loss.segment"] and not (cfg["model.structures"] and cfg["loss.dice"]):
         raise InputError(f"{path}: loss.segment {cfg['loss.segment']} teaches a network with model.structures from the "
                          "labels that loss.dice reads: give both a value above 0, or set loss.segment to 0.")
+    if cfg["run.exact_sums"] is True and cfg["run.bf16_sums"]:
+        raise InputError(f"{path}: run.exact_sums and run.bf16_sums are both true, but only one of them can be: set "
+                         "one to false.")
     if cfg["run.refresh_process_group_every"] and cfg["run.strategy"] != "ddp":
         raise InputError(f"{path}: run.refresh_process_group_every needs run.strategy ddp, not {cfg['run.strategy']}; "
                          "set it to 0.")

@@ -214,6 +214,12 @@ def test_only_ddp_makes_its_communicator_anew(strategy):
         load_config(OM, [f"run.strategy={strategy}", "run.refresh_process_group_every=1"])
 
 
+def test_sums_cannot_be_exact_and_in_bf16():
+    said = refusal(OM, ["run.exact_sums=true", "run.bf16_sums=true"])
+    assert "run.exact_sums and run.bf16_sums are both true" in said
+    assert load_config(OM, ["run.bf16_sums=true"])["run.exact_sums"] == "auto"
+
+
 def test_the_table_of_keys_says_type_and_limits():
     """Config/keys.yaml: its numbers are numbers, its words are words (YAML reads a bare off as false)."""
     assert len(KEYS) > 80 and all("." in key for key in KEYS)

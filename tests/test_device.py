@@ -248,8 +248,3 @@ def test_precisions_that_follow_a_general_one_still_follow_it_afterwards(general
         backends.fp32_precision = before
         for each, value in zip(parts, own):
             each.fp32_precision = value
-
-
-def test_sums_cannot_be_exact_and_in_bf16():
-    with pytest.raises(InputError, match="run.exact_sums and run.bf16_sums are both true"):
-        new_gradients({"run.exact_sums": True, "run.bf16_sums": True})
