@@ -4,6 +4,7 @@ Frames are aligned in blocks. Within a block each frame starts from the result o
 its field), so the result is the same for any number of processes. The map of a frame leads from the reference to the
 positions of its points in that frame.
 """
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -108,7 +109,9 @@ def align_block(out, series, options, entry, folder, earlier):
             frames.append({"frame": number, "matrix": None, "similarity": None, "similarity_before": None,
                            "verdict": "failed", "reason": str(error)})
             continue
-        begin = {} if found.verdict == "failed" else {"start": found.known if options["refine"] else found.matrix}
+        # Not its smoothing: that of a frame that hardly moved, as of the reference itself, would hold back the others.
+        known = dataclasses.replace(found.known, weights=None) if options["refine"] else found.matrix
+        begin = {} if found.verdict == "failed" else {"start": known}
         volumes.append(found.warped)
         frames.append({"frame": number, "matrix": found.matrix.tolist(), "similarity": found.similarity,
                        "similarity_before": found.similarity_before, "verdict": found.verdict, "reason": found.reason})
