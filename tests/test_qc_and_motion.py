@@ -18,6 +18,7 @@ from Study import motion
 from Study.common import locked
 from Study.motion import displacement, parameters_of
 from Study.qc import outlier_of
+from tests import test_jacobian
 from tests.test_jacobian import table, texture
 
 SIZE, AFFINE = (22, 24, 20), np.diag([2.0, 2.0, 2.0, 1.0])
@@ -261,6 +262,22 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
     write_volume(tmp_path / "cine.nii.gz", np.stack([image[..., :1]] * 3, -1), AFFINE)
     assert run("motion", "--series", tmp_path / "cine.nii.gz", "--out", tmp_path / "out") == 43
     assert "(D, H, W, frames); series of slices are not supported." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_frame_that_hardly_moved_does_not_smooth_the_next_one(tmp_path, monkeypatch):
+    """The largest smoothing, which suits such a frame, would leave 0.993."""
+    monkeypatch.setattr(test_jacobian, "SIZE", (32, 32, 28))
+    still = test_jacobian.texture(3, 1.5)
+    places = np.indices(still.shape).astype(float)
+    apart = ((places - (np.array(still.shape)[:, None, None, None] - 1) / 2) ** 2).sum(0)
+    bulge = 5 * np.exp(-apart / (2 * 4 ** 2))
+    moved = ndimage.map_coordinates(still, [places[0] + bulge, places[1] - bulge / 2, places[2]], order=1)
+    noise = np.random.default_rng(1).normal(0, 0.01, still.shape).astype(np.float32)
+    write_volume(tmp_path / "cine.nii.gz", np.stack([still, still + noise, moved], -1), AFFINE)
+    assert run("motion", "--series", tmp_path / "cine.nii.gz", "--deform", "--reference", "0", "--device", "cpu",
+               "--out", tmp_path / "out") == 0
+    assert float(table(tmp_path / "out/motion.tsv")[2]["similarity"]) > 0.995
 
 
 def test_a_run_that_is_broken_off_is_not_complete_and_keeps_its_frames(tmp_path, monkeypatch, capsys):
