@@ -86,7 +86,7 @@ def findings(scores):
         level = _level(alike, limits, larger_is_worse=False)
         most = scores.get("similarity_attainable")
         hidden = most is not None and most < NOISY and (
-            after / most >= LEFT if most < HIDDEN else alike / most >= limits[1])
+            after >= LEFT * most if most < HIDDEN else alike >= limits[1] * most)  # products, as most may be 0
         if level == "doubtful" and two_modalities:
             yield level, ("the volumes look like two modalities, or one with very different contrast, and were "
                           "compared by their structures: check the picture, because no score shows whether they match.")

@@ -52,6 +52,7 @@ def test_a_good_pair_is_ok_without_a_reason():
     ({"similarity": 0.08, "similarity_attainable": 0.5, "similarity_before": 0.08}, "failed", "still differ strongly"),
     ({"similarity": 0.05, "similarity_attainable": HIDDEN - 0.01, "similarity_before": 0.01}, "doubtful", "hides"),
     ({"similarity": 0.01, "similarity_attainable": HIDDEN - 0.01, "similarity_before": 0.01}, "failed", "still differ"),
+    ({"similarity": 0.01, "similarity_attainable": 0.0, "similarity_before": 0.01}, "doubtful", "about 0.00 is"),
     ({"covered_percent": COVERED_PERCENT[0] - 1}, "doubtful", "covers only 64 %"),
     ({"covered_percent": COVERED_PERCENT[1] - 1}, "failed", "covers only 19 %"),
     ({"covered_percent": 40.0, "similarity": 0.3}, "doubtful", "covers only 40 %"),
