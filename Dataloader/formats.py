@@ -185,10 +185,15 @@ def open_itk(path):
                          f"{sitk.GetPixelIDValueAsString(number)}; "
                          f"{made_grey(path) if is_colour else 'convert the volume'}.")
     empty = np.broadcast_to(np.zeros((), types[number]), size)
+    return nifti_image(path, empty, affine, empty.dtype)
+
+
+def nifti_image(name, voxels, affine, dtype):
+    """A NIfTI image in mm. Raises InputError, with its name, if a NIfTI header cannot hold its shape or position."""
     try:
-        image = nibabel.Nifti1Image(empty, affine, dtype=empty.dtype)
+        image = nibabel.Nifti1Image(voxels, affine, dtype=dtype)
     except nibabel.spatialimages.HeaderDataError as error:
-        raise InputError(f"{path}: its header gives no usable position or size ({first_line(error)}); export it "
+        raise InputError(f"{name}: its header gives no usable position or size ({first_line(error)}); export it "
                          "again.") from error
     image.header.set_xyzt_units("mm")
     return image

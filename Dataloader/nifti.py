@@ -23,7 +23,7 @@ from scipy import ndimage
 
 from Dataloader import formats
 from Dataloader.grids import corners, is_singular, slabs
-from Runtime.errors import InputError, first_line
+from Runtime.errors import InputError
 from Runtime.files import require_file, write_file
 
 NIFTI = (".nii.gz", ".nii")
@@ -243,12 +243,7 @@ def as_nifti(image, name):
     affine = np.array(image.affine, np.float64)
     if isinstance(image, nibabel.Nifti1Pair):
         affine[:3] *= mm_of_unit(image.header)
-    try:
-        found = nibabel.Nifti1Image(image.dataobj, affine, dtype=image.get_data_dtype())
-    except nibabel.spatialimages.HeaderDataError as error:
-        raise InputError(f"{name}: its header gives no usable position or size ({first_line(error)}); export it "
-                         "again.") from error
-    found.header.set_xyzt_units("mm")
+    found = formats.nifti_image(name, image.dataobj, affine, image.get_data_dtype())
     if isinstance(image, nibabel.MGHImage) and len(image.shape) == 4:
         found.header["pixdim"][4] = image.header["tr"]  # the time of a frame
         found.header.set_xyzt_units("mm", "msec")

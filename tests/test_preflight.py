@@ -525,7 +525,7 @@ def test_two_real_ranks(tmp_path, torch_takes):
     pipeline = """P=Scripts/preflight/preflight.py
         (for RANK in 0 1; do RANK=$RANK LOCAL_RANK=$RANK "$PYTHON" $P --task "$@" & done
         wait -n && wait -n) | "$PYTHON" $P --collect "$@"; echo "${PIPESTATUS[@]}" """
-    ended = launching.run(["bash", "-c", pipeline, "pipeline", *words], timeout=90,
+    ended = launching.run(["bash", "-c", pipeline, "pipeline", *words], timeout=60 + int(torch_takes or 0),
                           env={**kept, **variables}, cwd=ROOT)
     assert ended.stdout == "EXCLUDED=\n0 0\n", ended.stderr
     assert "2 ranks by gloo, 4 MiB at" in ended.stderr and "preflight: passed on 1 node x 2 ranks" in ended.stderr
