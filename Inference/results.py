@@ -61,7 +61,7 @@ def require_own(out, folders=(), disps=(), program=None):
         lost = [(name, folder) for name, folder in kept.items()
                 if named and folder not in named and os.path.isdir(folder)]
         if lost:
-            raise InputError("{}: it has results of {} others, such as {}, which would be dropped; choose another "
+            raise InputError("{}: it has other results ({} in all, such as {}), which would be dropped; choose another "
                              "--out, or remove folders such as {}.".format(home, len(lost), *lost[0]))
 
 

@@ -374,7 +374,7 @@ def test_a_label_map_that_was_corrected_is_not_made_anew(joined, tmp_path, capsy
     assert label.read_bytes() == corrected
     results = (place / "out/results.json").read_bytes()
     assert join_in(place, "--images", str(place / "new/s_2.nii.gz"), "--again") == 43  # a third run would not know it
-    assert "it has results of 1 others, such as s_1, which would be dropped" in capsys.readouterr().err
+    assert "it has other results (1 in all, such as s_1), which would be dropped" in capsys.readouterr().err
     assert (place / "out/results.json").read_bytes() == results
     label.write_bytes(corrected[:-20])  # cut off by a full disk
     assert join_in(place) == 0 and 7 not in read_label(label, 2)[0]
