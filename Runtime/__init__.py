@@ -3,7 +3,7 @@ import os
 import sys
 
 __version__ = "1.11.0"  # results of another version are made again: raise it when results change
-PROCESS = os.getpid()  # that imported the program first; forked ones have another number
+PROCESS = os.getpid()  # of the process that imported this; a forked one has another PID
 OLDEST = (3, 11)
 
 if sys.version_info < OLDEST:

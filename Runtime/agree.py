@@ -118,7 +118,7 @@ def out_of_step(name, values, step, branch):
 
 
 def fingerprint(value):
-    """A number from 1 to 2^48 for the shapes and types of all tensors in nested lists, tuples and dicts, in order."""
+    """Hash of the shapes and types of all tensors in nested lists, tuples and dicts, in order: an int, see `digest`."""
     return digest(repr(_shapes(value)))
 
 
@@ -131,7 +131,7 @@ def _shapes(value):
 
 
 def digest(value):
-    """A number from 1 to 2^48 for a text or a CPU tensor: a float64 holds it exactly."""
+    """Hash of a text or a CPU tensor: an int from 1 to 2^48, which float64 holds exactly."""
     raw = value.encode() if isinstance(value, str) else value.numpy().tobytes()
     return 1 + int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "little")
 

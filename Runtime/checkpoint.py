@@ -1,4 +1,4 @@
-"""Checkpoints: a checkpoint exists only once it has been read back.
+"""Save, verify, load and prune checkpoints. A checkpoint counts only once it has been read back.
 
 A run folder `<root>/<data>_<net>` holds epoch checkpoints, `tmp/` with those written within an epoch, and
 `manifest.json`, which names every checkpoint with its size and SHA-256. Below, `run` is the Path of this folder and
@@ -63,8 +63,8 @@ def step_name(epoch, step_in_epoch, data_name, net_name):
 def save(run, relative, state, metrics=None, best=None):
     """Write `state` to `run/relative`, read it back, then list it in the manifest.
 
-    metrics: {name: number or None}; NaN becomes null. best: its score for the manifest's best: (metric name, value, a
-    text that says on what it was measured), higher is better. A crash leaves the old file or the new one.
+    metrics: {name: number or None}; NaN becomes null. best: the score that the manifest's best is chosen by, higher is
+    better: (metric name, value, name of the data measured). A crash leaves the old file or the new one.
     Returns: the manifest entry.
     Raises OSError naming the file and the free space if it cannot be written or reads back differently (earlier files
     stay), ValueError for a missing key or non-finite weights, TypeError for a value that torch.load would refuse.
@@ -135,8 +135,8 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
     whether to mark damaged files in the manifest, so that they no longer count; only for the process that holds the
     lock. patience_s: how long to wait for a file that the file system does not deliver.
     Returns: its relative path; None in a folder without checkpoints.
-    Raises InputError if there are checkpoints and none verifies: a run never silently starts over. Raises OSError if
-    some could not be read, since they may be intact.
+    Raises InputError if there are checkpoints and none verifies: a run never silently starts over. If some of them
+    could not be read, they may be intact, and it raises OSError instead.
     """
     # First: a run that is being trained names a file in the manifest before it appears.
     files = patiently(lambda: checkpoint_files(run), patience_s, run)
@@ -235,8 +235,8 @@ def require_own(state, path):
 def check_compatible(state, cfg, path, continues=True):
     """Compare the config in `state` with `cfg` (both flat, dotted keys). path: of the checkpoint, for the error.
 
-    continues: False if only the weights are taken, and what has no weights may differ: the number of passes, and how
-    much of a volume the condition shows.
+    continues: whether the run resumes. If it only takes the weights, the number of passes and the condition's extent
+    may differ, since neither has weights.
     Returns: a text "key: before -> after" for each key that differs and is none of MODEL_KEYS.
     Raises InputError naming the first of MODEL_KEYS that differs.
     """

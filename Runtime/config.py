@@ -152,7 +152,7 @@ def check_config(flat, path):
 
 
 def check_rule(key, rule):
-    """Raise InputError for a line of keys.yaml that says no type and limits. rule: its value."""
+    """Raise InputError if a line of keys.yaml gives no valid type and limits. rule: the line's value."""
     word, *limits = rule if isinstance(rule, list) and rule else [None]
     kind = str(word).removeprefix("auto or ")
     if kind == "str":

@@ -64,7 +64,8 @@ def pick_device(name, local_rank=0):
 
 
 def checked(device, name):
-    """The device, or with name "auto" the CPU, after a sentence, if torch has no code for it, as for an old GPU."""
+    """The device if torch has code for it. If not, as for an old GPU, "auto" prints that and returns the CPU; any other
+    name raises InputError."""
     try:
         torch.ones(1, device=device)
     except RuntimeError as error:
@@ -153,22 +154,22 @@ def prepare_device(device, threads):
 
 @contextlib.contextmanager
 def own_settings(voxels=None):
-    """Within this, torch computes as registration needs it, whatever the calling program has set.
+    """Context in which torch computes as registration needs, whatever the calling program has set.
 
     Products of float32 keep their precision (torch.set_float32_matmul_precision("medium") moves coordinates by a fifth
     of a voxel), new tensors are float32 and on the CPU unless a device is named, and there is neither autocast nor
-    inference mode, whose tensors have no gradients. CPU threads are no more than a volume of so many voxels can keep
-    busy: two are no faster than one on a hippocampus crop of 62,000 voxels, and take twice the processor time. With one
-    thread the result is also the same on any number of cores. A process forked from one that used several threads must
-    take one: the others do not exist there, and torch would wait for them for ever.
+    inference mode, whose tensors have no gradients. voxels: size of the volume; it limits the CPU threads, since two
+    are no faster than one on a hippocampus crop of 62,000 voxels and take twice the processor time. With one thread the
+    result is also the same on any number of cores. A forked process uses one thread: its parent's other threads do not
+    exist there, and torch would wait for them for ever.
 
-    Autocast, inference mode and the device are settings of a thread, the others those of the process. Calls in several
-    threads share these: the first one saves what the program had, and the last one restores it.
+    Autocast, inference mode and the device are set per thread, the others per process. Calls in several threads share
+    the latter: the first one saves what the program had, and the last one restores it.
     """
     backends = torch.backends
     settings = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
     if hasattr(backends, "fp32_precision"):  # torch 2.9 and later
-        # The general ones first: what follows them then needs no value of its own, with which it would follow no more.
+        # General settings first: a specific one then inherits the value and need not be set, which would end that.
         settings = [(each, "fp32_precision", "ieee") for each in (
             backends, backends.cudnn, backends.mkldnn, backends.cuda.matmul, backends.cudnn.conv,
             backends.mkldnn.matmul, backends.mkldnn.conv)]

@@ -60,7 +60,7 @@ def first_line(error):
 
 
 def fault_of(error, what):
-    """The file of an OSError and what is wrong with it. what: named if the error has no file."""
+    """"path: reason" of an OSError, for a message. what: stands for the path if the error has none."""
     path = error.filename
     if isinstance(error, FileExistsError) and path and os.path.islink(path):  # for a folder that makedirs should make
         return f"{path}: a link to {os.readlink(path)}, which is no folder"
@@ -96,13 +96,13 @@ def attempt(name, function, *args):
 
 
 class OutputFault(Exception):
-    """Standard output does not take what is printed. No OSError, which would be taken for one of the results."""
+    """Standard output cannot be written. Not an OSError, which `run_program` would blame on the results."""
 
 
 class Unbreakable:
-    """A stream that loses what a full disk or a closed terminal does not take, instead of raising OSError.
+    """A stream that drops what a full disk or a closed terminal refuses, instead of raising OSError.
 
-    fault: exception to raise instead, from that OSError.
+    fault: exception to raise from that OSError instead of dropping the text; None drops it.
     """
 
     def __init__(self, stream, fault=None):
@@ -127,9 +127,9 @@ class Unbreakable:
 
 
 def take_all_names():
-    """Standard output replaces what its encoding lacks, as standard error does, so that no name ends the program.
+    """Have standard output escape characters that its encoding lacks, so that printing a file name never fails.
 
-    A stream that is missing, as under pythonw.exe, is replaced by one that leads nowhere.
+    A missing stream, as under pythonw.exe, is replaced by one that discards everything.
     """
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w", errors="replace") for stream in (sys.stdout, sys.stderr))
     if hasattr(sys.stdout, "reconfigure"):
@@ -138,8 +138,8 @@ def take_all_names():
 
 @contextlib.contextmanager
 def unbreakable_output(fault=None):
-    """Around a program: its output, which may go to a full disk, must not end it. fault: raised if standard output, the
-    result of some programs, is not taken."""
+    """Context in which output that a full disk or a closed terminal refuses does not end the program. fault: exception
+    to raise if that happens to standard output, which is the result of some programs."""
     take_all_names()
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Unbreakable(sys.stdout, fault), Unbreakable(sys.stderr)
@@ -169,9 +169,9 @@ def keep_freed_memory(keep=True):
 
 @unbreakable_output(OutputFault)
 def run_program(run, args, out=None):
-    """Run a program: call run(args). out: where its results go, for the messages; None: args.out says it.
+    """Call run(args) and turn errors into one sentence. Returns the exit code.
 
-    Returns the exit code.
+    out: where the results go, for the messages; None takes args.out.
     """
     keep_freed_memory()
     out = str(args.out if out is None else out)

@@ -34,13 +34,13 @@ def as_stored(name):
 
 
 def unfit_for_a_file(name):
-    """The first character of a name that no file can have on this system, as a word; None if there is none."""
+    """The first character of a name that this system allows in no file name, for a message; None if there is none."""
     found = re.search(r'[\\/:*?"<>|]' if sys.platform == "win32" else "/", name)
     return found and ("a slash" if found[0] == "/" else found[0])
 
 
 def with_slashes(files):
-    """{path: entry} of results, each path with slashes; on Windows those before 1.5.0 have backslashes."""
+    """{path: entry} of results with slashes in each path. On Windows, versions before 1.5.0 wrote backslashes."""
     return {name.replace("\\", "/") if sys.platform == "win32" else name: entry for name, entry in files.items()}
 
 
@@ -64,7 +64,7 @@ def require_file(path):
 
 
 def is_there(path):
-    """Whether a file or folder exists. Raises OSError if the file system does not respond; Path.exists says False."""
+    """Whether a file or folder exists. Raises OSError if the file system does not respond, unlike Path.exists."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -110,7 +110,7 @@ def write_file(path, content):
 
 
 def save_array(path, array):
-    """Write an array as .npy, like `write_file`, whose OSError np.save to an open file would leave without a reason."""
+    """Write an array as .npy with `write_file`: np.save to an open file raises OSError without a reason."""
     import numpy as np  # here: the launcher needs no numpy
 
     content = io.BytesIO()
@@ -120,7 +120,7 @@ def save_array(path, array):
 
 @contextlib.contextmanager
 def beside(path):
-    """The partial file of `path` (see `partial_path`), which is gone afterwards. An OSError names `path` instead."""
+    """Context with the partial file of `path` (see `partial_path`), removed at the end. An OSError names `path`."""
     partial = partial_path(path)
     try:
         yield partial
@@ -145,12 +145,12 @@ def write_flushed(path, content):
 
 
 def signed(text, line):
-    """A text with one more line, `line` with {} for the SHA-256 of the text, for `is_unedited`."""
+    """A text and a last line with its SHA-256, which `is_unedited` checks. line: that line with {} for the hash."""
     return f"{text}{line.format(hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest())}\n"
 
 
 def is_unedited(path):
-    """Whether a file is as `signed` made it."""
+    """Whether a file still is what `signed` returned, except for line breaks at its end."""
     text, newline, last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
     return hashlib.sha256(text + newline).hexdigest().encode() in last
 
@@ -158,8 +158,8 @@ def is_unedited(path):
 def require_apart(targets, is_own=None, inputs=()):
     """Raise InputError if a run that writes `targets` would overwrite one of its inputs or a file of somebody else.
 
-    targets, inputs: paths; None and what does not exist is skipped. is_own(path): whether an earlier run left a file as
-    it is; None: no matter.
+    targets, inputs: paths; None and what does not exist is skipped. is_own(path): whether a file is the unedited result
+    of an earlier run; without it, any file may be overwritten that is no input.
     """
     there = [path for path in targets if path and os.path.lexists(path)]
     places = {_place(os.path.realpath(path) if os.path.isdir(path) else path) for path in there}
@@ -177,15 +177,15 @@ def require_apart(targets, is_own=None, inputs=()):
 
 
 def _place(path):
-    """What a path shares with another name of it, also on a disk that ignores case: the folder, and the file.
+    """((inode, device) of the folder, of the file): equal for two spellings of a path, as on a disk that ignores case.
 
-    Results are renamed into their places, so links to a file in other folders keep what they show.
+    The folder counts because results are renamed into place: a hard link in another folder keeps its content.
     """
     return tuple(os.stat(each)[1:3] if os.path.exists(each) else None for each in (os.path.dirname(path) or ".", path))
 
 
 def csv_text(rows, delimiter=","):
-    """The text of a table. rows: of values, the first one of column names; None is an empty cell."""
+    """The text of a table. rows: lists of values, the column names first; None is an empty cell."""
     text = io.StringIO()
     csv.writer(text, delimiter=delimiter, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -306,7 +306,7 @@ def read_lines(path, tail=None):
 
 
 def append_line(path, line):
-    """Append one JSON object to such a file, durably: all of it or nothing. Raises OSError if that fails."""
+    """Append one JSON object as a line, durably: all of it or nothing. Raises OSError if that fails."""
     append_bytes(path, json.dumps(line).encode() + b"\n", begin_a_line=True)
 
 

@@ -61,7 +61,7 @@ def known_step(run, cfg):
 
 
 def fix_step(run, cfg, world_size):
-    """The `step_of` a run, written to step.json."""
+    """Write the step of a run (`step_of`) to step.json and return it, for `split_step`."""
     step = step_of(run, cfg, world_size)
     write_file(run / "step.json", json.dumps(step) + "\n")
     # One that the config sets binds this launch's ranks.
@@ -71,7 +71,7 @@ def fix_step(run, cfg, world_size):
 def step_of(run, cfg, world_size):
     """The step of a run: its `known_step`, or else the `new_step` of this launch.
 
-    A step that no launch has taken yet, since the first one was refused or died, binds nobody.
+    Before the first checkpoint nothing is fixed: an earlier launch may have been refused or have died.
     Raises InputError if the step of a run that has trained is unknown.
     """
     begun, total = checkpoint_files(run), cfg["data.global_batchsize"]
@@ -90,7 +90,7 @@ def most_pairs(cfg):
 
 
 def pairs_for(cfg, samples):
-    """Pairs for so many samples, at least one. A quotient that floating point leaves just below a number is that."""
+    """Pairs for a number of samples, at least 1. A quotient that rounding leaves just below an integer counts as it."""
     return max(int(samples / cfg["data.diff_reg_batch_ratio"] + 1e-9), 1)
 
 

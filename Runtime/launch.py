@@ -146,7 +146,7 @@ def roll_call(store, ranks, until):
 
 
 def show_moves(ranks):
-    """Count each part of a phase that this rank completes in the store, where other ranks see it; see `arrive`."""
+    """From now on, count in the store each part of a phase that this rank completes: waiting ranks see it, `arrive`."""
     def beat():
         with contextlib.suppress(dist.DistError):  # rank 0 is gone: the next joint operation reports it
             ranks.store.add("beats", 1)
@@ -158,8 +158,8 @@ def show_moves(ranks):
 def arrive(ranks, where):
     """Wait until all ranks have reached this point, for as long as the late ones make progress.
 
-    Called before operations with a timeout of their own, since a rank that stages or verifies may take much longer. It
-    reports each part that it completes (watchdog.phase), and the waiting ranks then restart their deadline.
+    Call this before operations with a timeout of their own: a rank that stages or verifies may take much longer. That
+    rank reports each part that it completes (watchdog.phase), and the waiting ranks then restart their deadline.
     """
     if ranks.world_size > 1 and ranks.store.add(f"at {where}", 1) == ranks.world_size:
         ranks.store.set(f"all at {where}", "1")

@@ -77,15 +77,14 @@ def checkpoint_files(run):
 
 
 def new_best(run, manifest, relative, entry):
-    """The best once `relative` has this entry: the highest score of the same metric, on the same data, as the last one.
+    """The manifest's best after `relative` is saved: the highest score with the metric and data of the latest one.
 
-    Scores of weights that are gone do not count: their file is lost, or their epoch was trained again. None if no score
-    is left.
+    A score does not count if its weights are gone: the file is lost, or the epoch was trained again. None without any.
     """
     before, best = manifest["checkpoints"], manifest["best"]
     files = {name: each for name, each in before.items() if not wrong_size(run / name, each)} | {relative: entry}
     scores = [each["score"] for each in files.values() if "score" in each]
-    # That of an older version stands in no entry. The same weights, saved again, keep theirs.
+    # Older versions stored the best score in no entry. It stays valid while its file holds the same weights.
     name = best and best["checkpoint"]
     if name in files and files[name].get("weights_sha256") == before[name].get("weights_sha256"):
         scores = [best, *scores]

@@ -16,9 +16,9 @@ from Runtime.errors import keep_freed_memory
 
 XPU_SHARE = 0.7
 SHORT = 0.5  # once less than this fraction of the used host memory is free, malloc stops keeping freed memory
-TOLD_AGAIN = 1000  # steps after which a leak that goes on is logged again, for the report
+TOLD_AGAIN = 1000  # steps after which a leak that continues is logged again, for the report
 WINDOW = 20  # samples needed to judge
-EARLY = 6  # samples that are enough if memory runs out before there are WINDOW of them and as many more to save in
+EARLY = 6  # samples needed if memory would run out too soon to wait for WINDOW of them
 # A leak is a straight line through the samples that rises
 LEAST_SLOPE = 2 ** 20  # by at least this many bytes per step,
 LEAST_GROWTH = 12  # over the window by this many standard deviations from the line (a single jump reaches 6),

@@ -49,7 +49,7 @@ class Sums:
 
 @dataclasses.dataclass
 class Progress:
-    """How far a training has come: what survives a restart besides weights, moments and queue."""
+    """How far a training has come: what a checkpoint holds besides weights, moments and queue."""
 
     epoch: int = 0
     step_in_epoch: int = 0
@@ -148,11 +148,10 @@ def progress_bars(cfg, progress, steps, is_main):
 
 
 def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds):
-    """Advance the bar; after it come samples per second and the run's remaining time, and averages below (in a log,
-    after it too).
+    """Advance the bar by a step and show samples per second, the run's remaining time and the averages.
 
-    steps: per epoch. first_step: step_in_epoch where this launch entered the epoch. samples: per step.
-    seconds: since first_step.
+    The averages are in the line below or, in a log, beside the rest. steps: per epoch. first_step: step_in_epoch where
+    this launch entered the epoch. samples: per step. seconds: since first_step.
     """
     steps_here = progress.step_in_epoch - first_step
     steps_left = (cfg["run.epochs"] - progress.epoch) * steps - progress.step_in_epoch

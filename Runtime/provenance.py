@@ -21,7 +21,7 @@ from Runtime.run_lock import launch_files
 SETTINGS = re.compile("(NCCL|RCCL|CCL|GLOO|UCX|FI|I_MPI|MPICH|MIOPEN|HSA|HIP|ROCR|CUDA|ZE|ZES|ONEAPI|SYCL|NEO|TORCH|"
                       "PYTORCH|OMP|MKL|KMP|MASTER|CLUSTER|PYTHONPATH)(_.*)?$")
 
-MOST_NEW = 2 ** 20  # bytes of a file that git does not know; of a larger one only the name is kept
+MOST_NEW = 2 ** 20  # bytes of an untracked file; of a larger one only the name is kept
 
 
 def settings():
@@ -43,9 +43,9 @@ def git(*arguments, code=0):
 
 
 def local_changes():
-    """What `git diff` says of the code beside its commit, also of loaded files that git does not know; "" for nothing.
+    """Diff of the code against its commit, with loaded modules that git does not track; "" if nothing differs.
 
-    Only loaded files, because a checkout may hold any number of others, which take no part in the run.
+    A checkout may hold any number of other untracked files, which take no part in the run.
     """
     root = Path(__file__).parents[1]
     # Not module.__file__: a lazy module may try to import something for it, and fail.

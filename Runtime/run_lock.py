@@ -1,6 +1,6 @@
 """The run folder: its name, and the lock that gives it to one launch at a time. Needs no torch.
 
-The lock is `<run>/lock.json`: {"token", "since", "holders" (processes), "job", "start", "cluster" (of Slurm),
+The lock is `<run>/lock.json`: {"token", "since", "holders" (processes), "user", "job", "start", "cluster" (of Slurm),
 "stale_after_s"}. Its holders check regularly that it is still theirs (`touch`, `assert_held`): a process that was
 stopped may wake up after another launch has taken over the folder, and must no longer write there.
 """
@@ -66,7 +66,7 @@ def run_folder(cfg, fresh=False):
 
 
 def continued(folders, cfg):
-    """(the one of some `generations`, newest first, that a config continues; why, "" if it is plain)."""
+    """(folder of the run that a config continues, the reason to print or ""). folders: of `generations`, in order."""
     newest, *others = folders
     if not others or has_settings(newest, cfg):
         return newest, ""
@@ -82,8 +82,8 @@ def launch_files(run, name):
 
 
 def has_settings(run, cfg):
-    """Whether a run was last trained with the settings of a config, or never trained. How and where it runs and where
-    its data are may differ."""
+    """Whether a run was last trained with the settings of a config, or never trained. Settings in MAY_DIFFER and in the
+    section `run`, except for the seed, do not count."""
     files = launch_files(run, "config.yaml")
     try:
         trained = load_config(files[-1]) if files else cfg
@@ -96,7 +96,7 @@ def has_settings(run, cfg):
 def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with --fresh"):
     """Take the lock of a run folder, or join it as the second holder if `token` is the lock's.
 
-    A launcher (`pid`) gets back what it already holds: its first `begin` may have died before it could tell the token.
+    A launcher (`pid`) gets back the lock it already holds: its first `begin` may have died before printing the token.
     The lock outlives a crash. A holder on this machine is dead if its process is; a holder in another Slurm job is dead
     if Slurm says so; any other holder on another machine is dead if the lock has not been touched for as long as the
     holder itself set.
@@ -157,7 +157,7 @@ def hold(run, token):
 
 @contextlib.contextmanager
 def held_results(folder, instead="name another --out"):
-    """Hold the `lock` of a program's results; asks again for two minutes while Slurm does not say who lives."""
+    """Context that holds the `lock` of a results folder; retries for two minutes while Slurm does not answer."""
     def take():
         try:
             return lock(folder, STALE_S, instead=instead)
@@ -244,7 +244,7 @@ def _user():
 
 
 def _machine():
-    """What no other machine has: host name, installation id and MAC address; "" if unknown."""
+    """Text that identifies this machine: host name, installation id and MAC address; "" if unknown."""
     card = uuid.getnode()
     with contextlib.suppress(OSError):
         installation = Path("/etc/machine-id").read_text().strip()

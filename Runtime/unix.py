@@ -1,4 +1,4 @@
-"""Imported first by the programs that train; a system without file locks gets one sentence and exits."""
+"""Imported first by programs that need file locks; on a system without them, one sentence and exit code 43."""
 import importlib.util
 import sys
 

@@ -2,9 +2,9 @@
 
 `<run>/rank<r>.jsonl` is heartbeat, breadcrumb and event log at once: one JSON object per line. The last line
 ({"event": "now", ...}) says where the rank is; each phase overwrites it in place, so that the file grows by events
-only. Writes go straight to the kernel and survive the death of the process. If a phase outlives its deadline,
-faulthandler ends the process, even with the GIL held or a backend that never times out. It writes the stacks of all
-threads to `<run>/rank<r>.stack`, or to standard error if there is no launcher.
+only. Writes go straight to the kernel and survive the death of the process. If a phase outlives its deadline, but not
+on macOS, faulthandler ends the process, even with the GIL held or a backend that never times out. It writes the stacks
+of all threads to `<run>/rank<r>.stack`, or to standard error if there is no launcher.
 """
 import collections
 import contextlib

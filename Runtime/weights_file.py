@@ -2,7 +2,7 @@
 
 The header has an entry {"dtype", "shape", "data_offsets": [first, end]} for each tensor, counted from the end of the
 header, and maybe "__metadata__", {name: text}. The tensors fill the rest of the file without a gap or an overlap
-(https://github.com/huggingface/safetensors, "Format"). Only writing needs the package.
+(https://github.com/huggingface/safetensors, "Format"). Only writing such files needs the package safetensors.
 """
 import json
 import math

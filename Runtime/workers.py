@@ -63,7 +63,7 @@ def shared_counter(what):
 
 @contextlib.contextmanager
 def needs_shm(what):
-    """Around what makes semaphores, which Linux keeps in /dev/shm: an error is not one of the results folder."""
+    """Context for making semaphores: Linux keeps them in /dev/shm, so an OSError becomes an InputError about that."""
     try:
         yield
     except OSError as error:
@@ -74,7 +74,7 @@ def needs_shm(what):
 
 
 def _begin(begin, arguments):
-    """In a new process: leave Ctrl-C to the main process, end with it, allocate as it does, and outlive a full log."""
+    """Set up a new process: it ignores Ctrl-C, ends with its parent, keeps freed memory and survives a full log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
