@@ -20,7 +20,7 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # ---------------------------------------------------------------------------------------------------------------------
 
 def dtype_on_cpu(x):
-    """The dtype in which a layer computes x: that of autocast where it is on. None on other devices than CPUs."""
+    """The dtype in which oneDNN computes a layer of x: autocast's if enabled. None on a device or without oneDNN."""
     if x.device.type != "cpu" or not HAS_ONEDNN:
         return None
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
@@ -63,9 +63,9 @@ def on_device_in_bfloat16(x):
 
 
 def convolve_in_eights(convolve, x, weight, bias):
-    """A convolution in bfloat16 of x, padded with zero channels to a multiple of 8, with which cuDNN is faster.
+    """A bfloat16 convolution of x, zero-padded to a multiple of 8 channels, for which cuDNN is faster.
 
-    On an H200 at 128^3 by a tenth from 2 channels and by 40 % from 3; channels added to the result gain nothing.
+    On an H200 at 128^3 that saves a tenth with 2 input channels and 40 % with 3; padding the output gains nothing.
     x: (B, C, *spatial). Returns: (B, K, *spatial), what convolve(x, weight, bias) returns up to rounding.
     """
     few = -weight.shape[1] % 8
@@ -77,10 +77,10 @@ def convolve_in_eights(convolve, x, weight, bias):
 
 
 class Convolution:
-    """What nn.Conv2d and nn.Conv3d are given here: exact in bfloat16 on a CPU, fast in float32 there and on a device.
+    """Mixin for nn.Conv2d and nn.Conv3d that avoids torch's wrong and slow kernels, see the functions above.
 
-    In float32 torch takes `slow_conv3d`, four times slower, for one small sample, and with one thread also for 1x1x1
-    kernels (use_mkldnn in ATen/native/Convolution.cpp).
+    In float32 on a CPU, torch takes `slow_conv3d`, four times slower, for one small sample and, with one thread, for
+    1x1x1 kernels (use_mkldnn in ATen/native/Convolution.cpp).
     """
 
     def _conv_forward(self, x, weight, bias):
@@ -230,9 +230,9 @@ class ConvBlock(nn.Module):
 
 
 def modulations(blocks, time):
-    """What ConvBlocks make of the time, on a device by one product for all: {block: (B, 2 C)}.
+    """Scale and shift of each ConvBlock from the time, on a device by one product for all: {block: (B, 2 C)}.
 
-    The time itself where the blocks are to do it: on a CPU, or where FSDP shards their weights. time: as for these.
+    time: (B, time_width) or None; returned unchanged on a CPU or if FSDP shards the blocks, which then use it.
     """
     if time is None or not accelerated(time) or any(hasattr(block.by_time.weight, "full_tensor") for block in blocks):
         return time
@@ -266,7 +266,7 @@ class UpsampleConv(nn.Module):
 # Around a network
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Before torch 2.11 autocast kept what was cast without gradient, so these weights got none in a later pass either.
+# Before torch 2.11 autocast reused weights cast without gradient, so that they got none in a later pass either.
 OLD_CASTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 
 

@@ -85,8 +85,8 @@ def stand_in(cfg, pair_batch, labels):
 def mode_costs(cfg, pair_batch, modes, rules=None, labels=1):
     """`count_costs` of each mode of a config.
 
-    pair_batch: pairs per forward pass. modes: MODES of the training script. rules: DeviceAutocast() for those of an
-    accelerator; None for those of a CPU. labels: number that loss.dice compares, see `training_volumes`.
+    pair_batch: pairs per forward pass. modes: MODES of the training script. rules: DeviceAutocast() to cast as an
+    accelerator does; None to cast as a CPU. labels: number that loss.dice compares, see `training_volumes`.
     Returns: the network, on tensors without values; {mode: costs}.
     """
     with FakeTensorMode(), AliveBytes() as alive, rules or contextlib.nullcontext():

@@ -30,7 +30,7 @@ def locally_normalised(image, mask, shown):
 
 
 def shown_share(mask):
-    """Fraction of the cube around each voxel, within the volume, that a mask shows: the mask's shape, above 0."""
+    """Mean of a mask over the window around each voxel, within the volume: the mask's shape, at least 0.001."""
     return box_mean(mask, WINDOW).clamp(min=1e-3)
 
 
@@ -63,7 +63,7 @@ def target_of(condition, use_condition, groups):
 
 
 def compared(values, mask, shown, groups):
-    """The channels of an image with its intensities normalised: brightness and contrast have no effect."""
+    """Values (B, C, *spatial) with the intensities `locally_normalised`: brightness and contrast have no effect."""
     intensities = groups[0]
     rest = values[:, intensities.stop:]                                                         # (B, K, 128^3)
     return torch.cat([locally_normalised(values[:, intensities], mask, shown), rest], dim=1)
@@ -90,7 +90,7 @@ class LearnedDescent(nn.Module):
         self.leave = start_at_zero(conv(dims, width, dims))
 
     def context(self, x, grid):
-        """What the steps see besides forces, (B, 16, *grid). x: the decoder's last features, maybe coarser."""
+        """What the steps see besides forces, (B, width, *grid). x: the decoder's last features, maybe coarser."""
         context = self.enter(x)                                                                 # (B, 16, 128^3)
         return context if tuple(context.shape[2:]) == tuple(grid) else interpolate(context, grid)
 

@@ -1,6 +1,6 @@
-"""Operations that are faster in another way on accelerators than on CPUs, with the same result up to rounding.
+"""Operations in a form that is faster on accelerators; results equal those of the plain form up to rounding.
 
-The plain way is in the code that uses each operation; a CPU runs it, and the tests compare with it. An accelerator
+The plain form is in the code that uses each operation; a CPU runs it, and the tests compare with it. An accelerator
 differs in two respects. It has a hundred processors, most of which a norm of two groups leaves idle. And its autocast
 computes norms and upsampling in float32, so that every block would write and keep activations twice as large.
 """
@@ -38,7 +38,7 @@ def kernels_for(x):
 
 @functools.cache
 def working_kernels(device_type):
-    """Diffusion/kernels.py if it works on such a device, else None, after a sentence with the reason.
+    """Diffusion/kernels.py if it works on such a device. Otherwise print the reason and return None.
 
     Triton is part of torch for CUDA, ROCm and XPU; it needs a C compiler on the machine where it runs.
     """
@@ -65,10 +65,10 @@ def _computed_once(function, *arguments):
 def constant(function, *arguments, device):
     """function(*arguments, device), a small tensor that depends on nothing else: an accelerator computes it once.
 
-    A step needs the same few a hundred times. A graph that is recorded (Diffusion/graphs.py) reads them at the same
-    place in each replay, so it holds them: those that it meets are added to SETTINGS["held"]. A value computed during
-    a recording is not kept for later calls, since it exists only once the graph is replayed; nor is one computed in
-    inference mode, since autograd cannot use it.
+    A step needs the same few constants a hundred times. A recorded graph (Diffusion/graphs.py) reads them at the same
+    address in each replay, so it must keep them alive: SETTINGS["held"] collects those used during its recording. A
+    value computed during a recording is not cached, since it exists only once the graph is replayed; nor is one
+    computed in inference mode, since autograd cannot use it.
     """
     device = torch.device(device or "cpu")
     if device.type not in ("cuda", "xpu") or torch.is_inference_mode_enabled():
@@ -117,13 +117,12 @@ class SolvePositive(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------------------------
 
 class InPasses(torch.autograd.Function):
-    """Weights as autocast casts them, for each of some passes: all in one operation. So are the sums over the passes of
-    their gradients, and the cast back.
-    """
+    """Casts weights for several passes in one operation, as autocast would. The backward pass sums their gradients over
+    the passes and casts the sums back, also in one operation each."""
 
     @staticmethod
     def forward(ctx, count, dtype, *weights):
-        """Returns: the weights of the first pass, of the second, ...: tensors of their own in the same memory."""
+        """Returns: the cast weights, once for each pass: separate tensors in the same memory."""
         ctx.set_materialize_grads(False)
         ctx.size, ctx.dtype = len(weights), weights[0].dtype
         return tuple(weight.detach() for weights in [_in_type(weights, dtype)] * count for weight in weights)
@@ -147,9 +146,8 @@ def _in_type(tensors, dtype):
 
 
 def weights_in_passes(module, count):
-    """For each of `count` passes {name: value} for torch.func.functional_call: the weights of a module, those of its
-    linear layers in bfloat16. None where FSDP shards them.
-    """
+    """A module's weights for each of `count` passes: a list of {name: tensor} for torch.func.functional_call. Those of
+    linear layers are bfloat16. None if FSDP shards the module."""
     weights, lowered = dict(module.named_parameters()), {}
     if any(hasattr(value, "full_tensor") for value in weights.values()):
         return None
@@ -168,7 +166,7 @@ def weights_in_passes(module, count):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def in_float32(layer, x):
-    """layer(x), by an accelerator in float32 whatever autocast says: a cast of so little takes as long as the rest."""
+    """layer(x), on an accelerator in float32 even under autocast: casting so small an x takes as long as the layer."""
     if not accelerated(x):
         return layer(x)
     with torch.autocast(x.device.type, enabled=False):

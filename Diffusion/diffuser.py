@@ -43,7 +43,7 @@ def draw_velocity(rng_keys, purpose, dims, grids, v_scale):
 
 def typical_displacement(cfg, t):
     """About the standard deviation of the target field at time t, as a fraction of the image side: the size of a
-    prediction. In 2D it is 1.3 times as large.
+    prediction. The true one in 2D is 1.3 times as large.
 
     t = diffusion.timesteps stands for registration. Its value is that of the image field at the last time, the largest
     deformation of mode 1.

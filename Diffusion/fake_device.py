@@ -64,7 +64,7 @@ class DeviceAutocast(TorchFunctionMode):
     def cast(self, x, dtype):
         if x.dtype == dtype or x.dtype not in HALVES:
             return x
-        if not isinstance(x, torch.nn.Parameter):  # what dies sooner leaves its id to another tensor
+        if not isinstance(x, torch.nn.Parameter):  # the id of a temporary tensor may be used again
             return x.to(dtype)
         key = id(x), torch.is_grad_enabled()
         if key not in self.cast_weights:

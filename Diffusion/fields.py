@@ -29,8 +29,7 @@ def _side_lengths(sides, device):
 
 
 def append_dims(values, x):
-    """Values of samples (B,) or of their channels (B, C), with axes of one voxel: they combine with x (B, C, *spatial).
-    """
+    """Values (B,) or (B, C) with axes of length 1 appended, so that they broadcast over x (B, C, *spatial)."""
     return values.view(*values.shape, *[1] * (x.dim() - values.dim()))
 
 
@@ -174,7 +173,7 @@ def integrate_velocity(velocity, counts, region=None):
 
 
 def numbers_of(mask, device):
-    """Where a mask on the CPU is true, as an index on the device, which would have to count a mask's rows itself."""
+    """Indices, on the device, of the true values of a CPU mask. Indexing by a mask there would make the host wait."""
     return send(mask.nonzero()[:, 0], device)
 
 
@@ -198,13 +197,13 @@ def resize_field(field, size, align="corners"):
 
     align: which points of the two grids coincide. The project has both kinds of grids; mistaking one for the other
     shifts everything by half a voxel.
-      "corners": the centres of the first voxels, and of the last. Control grids lie so on images, and the smaller
-        images of the refinement on whole ones. The displacement is scaled by the ratio of the grid steps: `field` is in
-        voxels of its own grid, the result in voxels of the new one.
-      "cells": the outer faces, so that a coarse voxel covers 2^N finer ones. The levels of a network count as lying so,
-        and their features are upsampled so. (Its strided convolutions centre level l on the voxels 2^l i, which is
-        (2^l - 1) / 2 voxels lower; the weights learn to make up for that.) The values stay as they are: a network keeps
-        one unit at all of its levels.
+      "corners": the centres of the first voxels, and of the last. Used for control grids on images, and for the smaller
+        images of the refinement. The displacement is scaled by the ratio of the grid steps: `field` is in voxels of its
+        own grid, the result in voxels of the new one.
+      "cells": the outer faces, so that a coarse voxel covers 2^N finer ones. Used for the levels of a network and the
+        upsampling of its features. (Its strided convolutions centre level l on the voxels 2^l i, which is (2^l - 1) / 2
+        voxels lower; the weights learn to make up for that.) The values are not scaled: a network keeps one unit at all
+        of its levels.
 
     field: (B, N, *spatial). Returns: (B, N, *size), float32.
     """
@@ -221,7 +220,7 @@ def resize_field(field, size, align="corners"):
 
 def interpolate(x, size, align_corners=False):
     """x on another grid, by linear interpolation along each axis. x: (B, C, *spatial). Returns: (B, C, *size)."""
-    # What products gain is gained in the backward pass.
+    # Products pay off in the backward pass, or if they keep a lower precision.
     if accelerated(x) and (torch.is_grad_enabled() or x.dtype != torch.float32):
         return interpolate_by_products(x, size, align_corners)
     return F.interpolate(x, size=tuple(size), mode=LINEAR[len(size)], align_corners=align_corners)
@@ -249,12 +248,12 @@ def jacobian_determinant(field):
 
 
 def _unit_vectors(device):
-    """Those of three axes, (1, 3, 1, 1, 1) each."""
+    """Unit vectors along three axes, (1, 3, 1, 1, 1) each."""
     return torch.eye(3, dtype=torch.float32, device=device).view(3, 1, 3, 1, 1, 1).unbind()
 
 
 def _slopes(n, device):
-    """(n, n) matrix M such that M x is torch.gradient(x): where an accelerator takes it as one product."""
+    """(n, n) matrix M such that M x is torch.gradient(x), which an accelerator then computes as one product."""
     return torch.gradient(torch.eye(n, dtype=torch.float32, device=device), dim=0)[0]
 
 
@@ -268,7 +267,7 @@ def determinant(vectors):
 
 
 def _centred(size, device):
-    """Distance of the voxels of each axis from its centre."""
+    """Coordinates of the voxels of each axis, in voxels from its centre: a list of (n,)."""
     return [torch.arange(n, dtype=torch.float32, device=device) - (n - 1) / 2 for n in size]
 
 

@@ -43,7 +43,7 @@ def turn_to_screen(images, labels, field, affine, body=None):
 
 
 def _screen_axes(affine, dims):
-    """Which axis of a volume is each of the screen's, and its sign there: two arrays of three."""
+    """For each axis of the screen, the axis of the volume that it shows, and its sign: two arrays of three."""
     of_axes = orientations.io_orientation(affine)
     if dims == 2:
         axis, sign = of_axes[1]

@@ -1,6 +1,6 @@
-"""CUDA graphs: the passes of a mode, or one evaluation of a pair, recorded once and replayed (run.graphs).
+"""CUDA graphs: the passes of a mode, recorded once and replayed (run.graphs).
 
-Of a pair those are a comparison in the affine part and a step of the refinement.
+In the registration of a pair, a comparison of the affine part and a step of the refinement are recorded instead.
 
 A training step of config_om launches thousands of operations, and the host takes longer to launch them than the device
 to run them. A graph launches a whole pass at once. It replays the recorded operations at the recorded memory addresses,
@@ -26,7 +26,7 @@ TOLERANCE = 0.05  # of the result, and of the gradient's norm: some operations s
 
 
 def new_graphs(cfg, device, ranks):
-    """The graphs of a training, as of `graphs_on`.
+    """The empty set of graphs of a training, or None to run eagerly; see `graphs_on`.
 
     Batches with masks or label maps run eagerly, because their contents vary from batch to batch.
     """
@@ -37,8 +37,8 @@ def new_graphs(cfg, device, ranks):
 def graphs_on(device, wanted, given_up=None):
     """An empty set of graphs that `run` fills, or None if `wanted` (run.graphs), the device or the thread allows none.
 
-    torch records on the current device only, and one graph at a time: so only the main thread does. given_up: set of
-    names that are not recorded any more, to share between graphs.
+    torch records one graph at a time, on the current device: only the main thread records. given_up: set of names that
+    are no longer recorded, shared between several sets of graphs.
     """
     if wanted == "off" or device.type != "cuda" or torch.version.hip:
         return None

@@ -25,7 +25,7 @@ SIZES = {"voxels", "depth", "height", "width", "count", "old", "new", "taps"}  #
 
 
 def _jit(function):
-    """triton.jit, for which all sizes of volumes are alike: a kernel takes seconds to compile."""
+    """triton.jit without specialisation on the sizes of volumes: compiling a kernel takes seconds."""
     sizes = SIZES.intersection(inspect.signature(function).parameters)
     return triton.jit(function, do_not_specialize=sorted(sizes))
 
@@ -36,14 +36,14 @@ def _jit(function):
 
 @triton.jit
 def _block(sample, first, voxels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Places in memory, and which of them exist, of ROWS voxels with all their channels."""
+    """Offsets in memory of ROWS voxels with all their channels (ROWS, CHANNELS), and which voxels exist (ROWS, 1)."""
     row = first + tl.arange(0, ROWS)
     return (sample * voxels + row[:, None]) * CHANNELS + tl.arange(0, CHANNELS)[None, :], (row < voxels)[:, None]
 
 
 @triton.jit
 def _added(parts, number, count, sample, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """The C sums of that number, of parts (B, count, 2, C)."""
+    """Sum over the programs of a sample's parts (B, count, 2, C); number: 0 or 1, which of the two. Returns: (C,)."""
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     for first in range(0, count, ROWS):
         part = first + tl.arange(0, ROWS)[:, None]
@@ -54,7 +54,7 @@ def _added(parts, number, count, sample, ROWS: tl.constexpr, CHANNELS: tl.conste
 
 @triton.jit
 def _per_channel(values, number, sample, COUNT: tl.constexpr, CHANNELS: tl.constexpr):
-    """The C values of that number of values (B, COUNT, C)."""
+    """values[sample, number], (C,), of values (B, COUNT, C)."""
     return tl.load(values + (sample * COUNT + number) * CHANNELS + tl.arange(0, CHANNELS))
 
 
@@ -173,7 +173,7 @@ def _gradient(x, grad, statistics, by_norm, slope, grad_x, voxels, ROWS: tl.cons
 
 
 def fits(x, groups):
-    """Whether the kernels of the norm can take x (B, C, *spatial): channels last, and powers of two."""
+    """Whether the kernels of the norm can take x (B, C, *spatial): channels last, C a power of two."""
     channels = x.shape[1]
     return channels & (channels - 1) == 0 and channels % groups == 0 and x.movedim(1, -1).is_contiguous()
 
@@ -184,9 +184,7 @@ def _cut(x):
 
 
 def _summed(kernel, x, *given):
-    """The two sums over voxels that a kernel takes of x and what else it is given, of each program: (B, count, 2, C)
-    float32; and their count.
-    """
+    """Run a kernel that sums over voxels. Returns: the two sums of each program, (B, count, 2, C) float32; count."""
     voxels, constants = _cut(x)
     steps = MOST_STEPS if voxels * x.shape[1] > 2 ** 20 else 2
     programs = triton.cdiv(voxels, constants["ROWS"] * steps)
@@ -196,7 +194,7 @@ def _summed(kernel, x, *given):
 
 
 def _mapped(kernel, x, *given):
-    """What a kernel makes of each value of x and what else it is given, in x's precision and memory format."""
+    """Run a kernel that maps each value of x. Returns: a tensor with the shape, precision and memory format of x."""
     voxels, constants = _cut(x)
     result = torch.empty_like(x)
     kernel[(triton.cdiv(voxels, constants["ROWS"]), len(x))](x, *given, result, voxels, **constants)
@@ -204,7 +202,7 @@ def _mapped(kernel, x, *given):
 
 
 class NormModulateActivate(torch.autograd.Function):
-    """`NormModulateActivate` of Diffusion/device_ops.py, which has the formulas, for what `fits`. Keeps x alone."""
+    """`NormModulateActivate` of Diffusion/device_ops.py (see its formulas) for an x that `fits`. Keeps only x."""
 
     @staticmethod
     def forward(ctx, x, groups, eps, weight, bias, scale, shift, slope):
@@ -321,9 +319,9 @@ class NormedSum(torch.autograd.Function):
 
 @triton.jit
 def _neighbour(number, sign, place, voxels, depth, height, width, REACH: tl.constexpr):
-    """How far in memory the neighbour of that number is, to the other side where sign is -1, and where it exists.
+    """Offset in voxels of a voxel's neighbour `number`, or of the opposite one if sign is -1; and where it exists.
 
-    place: counted through the volumes of all samples, which have that many voxels together.
+    place: number of the voxel, counted across all samples, which together have `voxels`.
     """
     dz, dy, dx = sign * (number // 9 - REACH), sign * (number // 3 % 3 - 1), sign * (number % 3 - 1)
     x, y, z = place % width + dx, place // width % height + dy, place // (width * height) % depth + dz
@@ -527,7 +525,7 @@ class UnitFeatures(torch.autograd.Function):
 
 @triton.jit
 def _place_of(fine, scale, offset, last):
-    """Where a point of the grid that is interpolated at lies on the grid of the values."""
+    """Coordinate on the grid of the values, in its voxels, of voxel `fine` of the other grid."""
     return tl.minimum(tl.maximum(fine.to(tl.float32) * scale + offset, 0.0), last)
 
 
@@ -559,7 +557,7 @@ def _along_axis(x, out, count, old, new, after, taps, scale, offset, TRANSPOSED:
 
 
 def _interpolated(x, axis, new, scale, offset, transposed):
-    """x, contiguous, with another length along an axis. scale, offset: from places of the finer to the coarser grid."""
+    """x, contiguous, interpolated to another length along an axis. scale, offset: from `places`."""
     old, out = x.shape[axis], x.new_empty(*x.shape[:axis], new, *x.shape[axis + 1:])
     taps = min(math.ceil(2 / scale) + 1, old) if transposed else 2  # all places less than one away, to both sides
     _along_axis[(triton.cdiv(out.numel(), 1024),)](x, out, out.numel(), old, new, x.shape[axis + 1:].numel(), taps,
@@ -599,7 +597,7 @@ class Interpolate(torch.autograd.Function):
 
 
 def places(old, new, align_corners):
-    """scale and offset of j -> scale j + offset, where place j of `new` lies among `old`, as F.interpolate has it."""
+    """(scale, offset) of F.interpolate: voxel j of the `new` lies at scale j + offset among the `old` voxels."""
     if align_corners:
         return (old - 1) / max(new - 1, 1), 0.0
     return old / new, 0.5 * old / new - 0.5
@@ -611,7 +609,7 @@ def places(old, new, align_corners):
 
 @triton.jit
 def _spaced(place, channel, of_sample, of_voxel, of_channel, depth, height, width):
-    """Where a channel of a voxel is in memory, by three strides. place: counted through the volumes of all samples."""
+    """Offset in memory of a channel of a voxel, by three strides. place: number of the voxel across all samples."""
     voxels = depth * height * width
     return place // voxels * of_sample + place % voxels * of_voxel + channel * of_channel
 
@@ -735,18 +733,18 @@ class ConvolveFew(torch.autograd.Function):
 
 
 def _in_order(x):
-    """x (B, C, *size), copied if its channels are not last, or, of a few, neither last nor first."""
+    """x (B, C, *size) with channels last, copied if needed; up to FEW_CHANNELS channels may also be first."""
     return _evenly_spaced(x) if x.shape[1] <= FEW_CHANNELS else x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def _where(x):
-    """Of x (B, C, *size), channels last or first: its strides of samples, voxels and channels."""
+    """Strides of samples, voxels and channels of x (B, C, *size), whose channels are last or first in memory."""
     channels, voxels = x.shape[1], x.shape[2:].numel()
     return channels * voxels, *((channels, 1) if x.movedim(1, -1).is_contiguous() else (1, voxels))
 
 
 def _voxels_and_sides(x):
-    """Of x (B, C, *size): voxels of all samples, and depth, height and width of one."""
+    """Number of voxels in all samples of x (B, C, *size); depth, height and width of one."""
     return len(x) * x.shape[2:].numel(), *_sides(x.shape[2:])
 
 
@@ -794,7 +792,7 @@ def _weight_gradient(x, dense, kernel, sign):
 
 @triton.jit
 def _sampled_at(field, place, voxels, inside, axis, index, length):
-    """Along one axis: the voxel below the sampled point, the way on to the next, and 1 where the point is inside."""
+    """Along one axis: the voxel below the sampled point, the fraction to the next, and 1 where the point is inside."""
     point = index.to(tl.float32) + tl.load(field + axis * voxels + place, mask=inside, other=0.0)
     free = tl.where((point > 0) & (point < length - 1), 1.0, 0.0)
     point = tl.minimum(tl.maximum(point, 0.0), (length - 1).to(tl.float32))
@@ -804,7 +802,7 @@ def _sampled_at(field, place, voxels, inside, axis, index, length):
 
 @triton.jit
 def _points(field, place, voxels, inside, depth, height, width, DIMS: tl.constexpr):
-    """`_sampled_at` of depth, height and width. In a plane the depth is that of its one voxel."""
+    """`_sampled_at` along depth, height and width; in 2D the depth is 0."""
     x, y, z = place % width, place // width % height, place // (width * height)
     x, wx, fx = _sampled_at(field, place, voxels, inside, DIMS - 1, x, width)
     y, wy, fy = _sampled_at(field, place, voxels, inside, DIMS - 2, y, height)
@@ -826,7 +824,7 @@ def _corner(number, z, wz, y, wy, x, wx, depth, height, width):
 
 @_jit
 def _warp(x, field, out, depth, height, width, DIMS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
-    """out(v) = x(v + field(v)), linear, and beyond the border as at it."""
+    """out(v) = x(v + field(v)), interpolated linearly; points outside take the nearest voxel on the border."""
     voxels, sample = depth * height * width, tl.program_id(1).to(tl.int64)
     place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
     inside, x, field = place < voxels, x + sample * voxels * CHANNELS, field + sample * voxels * DIMS
@@ -920,7 +918,7 @@ def _copy_channels(x, out, voxels, x_sample, x_voxel, x_channel, out_sample, out
 
 
 def _copied(x, out):
-    """Copy x to out, both (B, C, *spatial), whose voxels lie one after the other in each channel or channels last."""
+    """Copy x to out, both (B, C, *spatial), each with channels first or last in memory, maybe part of more channels."""
     strides = [stride for each in (x, out) for stride in (each.stride(0), each.stride(-1), each.stride(1))]
     voxels, channels = x.shape[2:].numel(), x.shape[1]
     padded = triton.next_power_of_2(channels)
@@ -930,14 +928,14 @@ def _copied(x, out):
 
 
 def _evenly_spaced(x):
-    """x (B, C, *spatial), copied if its voxels are not one after the other."""
+    """x (B, C, *spatial), copied unless it is contiguous with channels first or last."""
     return x if x.is_contiguous() or x.movedim(1, -1).is_contiguous() else x.contiguous()
 
 
 class SideBySide(torch.autograd.Function):
-    """torch.cat over the channels, channels last, of parts in any order of the axes, and channels of zeros at the end.
+    """torch.cat of parts and of channels of zeros, over the channels; the result is channels last.
 
-    Each part is copied once, and so is its gradient, which has the order of its part.
+    Each part is copied once, and so is its gradient, which has the part's memory format.
     """
 
     @staticmethod
@@ -991,7 +989,7 @@ def _waves(*shape, device):
 
 
 def results(function, given):
-    """What a function makes of tensors, and its gradients by them."""
+    """The result of a function of tensors, then its gradient by each of them. given: the tensors."""
     given = [value.detach().requires_grad_() for value in given]
     y = function(*given)
     grad = _waves(*y.shape, device=y.device).roll(1).bfloat16()
@@ -999,13 +997,13 @@ def results(function, given):
 
 
 def _alike(ours, plain, given):
-    """Whether results and gradients are those of the plain way in float32, but for what bfloat16 rounds."""
+    """Whether results and gradients equal those of the plain way in float32, up to rounding of bfloat16."""
     pairs = zip(results(ours, given), results(plain, [value.float() for value in given]))
     return all((one - other).abs().max() <= 0.02 * other.abs().max() for one, other in pairs)
 
 
 def trials(device):
-    """Of each kernel: its name, it and the plain way as functions of the same tensors, and these tensors."""
+    """For each kernel: its name, the kernel and the plain way as functions of the same tensors, and these tensors."""
     waves = functools.partial(_waves, device=device)
     yield "norm", lambda *given: NormModulateActivate.apply(given[0], 2, 1e-5, *given[1:], 0.2), plain_norm, (
         waves(2, 4, 4, 4, 16).bfloat16().movedim(-1, 1), *waves(2, 16), *waves(2, 2, 16))

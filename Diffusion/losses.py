@@ -227,7 +227,7 @@ def window_statistics(target, window, weight=None):
 
 
 def correlation_slope(image, target, statistics, window=9, squared=True, weight=None, mean_of_all=True):
-    """How `local_correlation` grows with the image's value at each voxel, by the window around that voxel alone.
+    """Gradient of `local_correlation` by the image, approximated by the window around each voxel alone.
 
     The derivative of the mean over all windows sums what the voxel does to each window that it lies in. These differ
     little, so the window around the voxel stands for all, as in Avants et al., Med Image Anal 2008. That takes half the
@@ -355,7 +355,7 @@ def mapped_correlation(image, target, window=9, squared=True, weight=None, bins=
 
 
 def _knots(image, bins):
-    """The knot below each intensity of an image (B, ...), counted through the samples, and the way on to the next."""
+    """For each intensity of an image (B, ...): number of the knot below, across samples, and fraction to the next."""
     place = image.clamp(0, 1).flatten(1) * (bins - 1)
     below = place.detach().floor().clamp(max=bins - 2)
     first = bins * torch.arange(len(image), device=image.device)
@@ -389,9 +389,9 @@ def table_lookup(image, table):
 
 
 def mind(image, target, window=None, squared=None, weight=None):
-    """The `mind_similarity` of two images (B, C, *spatial); it has a window of its own and no square.
+    """The `mind_similarity` of two images (B, C, *spatial); `window` and `squared` have no effect.
 
-    What has no weight is 0 in both, else its surroundings would see it. weight: (B, 1, *spatial) or None.
+    Voxels of weight 0 are set to 0 in both, or they would show in their neighbours. weight: (B, 1, *spatial) or None.
     """
     if weight is not None:
         image, target = image * (weight > 0), target * (weight > 0)
@@ -406,7 +406,7 @@ OF_TWO_MODALITIES = ("mapped", "mind")
 
 
 def image_similarity(image, target, cfg, weight=None):
-    """The similarity that mode 3 maximises: that of MEASURES which registration.similarity names, over the scales.
+    """The similarity that mode 3 maximises: the function of MEASURES that the config names, averaged over the scales.
 
     image, target: (B, C, *spatial). cfg: with its registration.* keys. weight: (B, 1, *spatial) or None.
     Returns: a scalar, at most 1, which is perfect.
@@ -488,9 +488,9 @@ def label_terms(field, moving, fixed, labelled, values, shares=None):
     Each label is warped like an image of zeros and ones, by linear interpolation, so that the field has a gradient. In
     each pair those labels count that one of its two maps has.
     field: (B, N, *spatial) in voxels. moving, fixed: label maps (B, 1, *spatial), whole numbers. labelled: B pairs of
-    bools, whether moving and fixed volume have labels. values: (L,), all labels that may count. shares: of the moving
-    and of the fixed volumes, (B, L, *spatial) each, without gradient, what the network segments in them, which stands
-    in for labels that are not there; None: pairs without labels on both sides add nothing.
+    bools, whether moving and fixed volume have labels. values: (L,), all labels that may count. shares: what the
+    network segments in the moving and in the fixed volumes, (B, L, *spatial) each, without gradient; it replaces
+    missing labels. None: pairs without labels on both sides add nothing.
     Returns: the mean over the pairs that count, 0 .. 1, 0 is perfect (0 without such a pair); their share, 0 .. 1.
     """
     found = []
@@ -544,9 +544,9 @@ def info_nce(anchors, positives, negatives, allowed, temperature):
 
 
 def checked(mode, result):
-    """The result of a step function, as it is. mode: its entry in MODES of the training script.
+    """Return the result of a step function unchanged. mode: its entry in MODES of the training script.
 
-    Raises InputError, with the mode and the term, for one that cannot be trained on.
+    Raises InputError naming the mode and the term if it cannot be trained on.
     """
     if not isinstance(result, (tuple, list)) or len(result) < 2 or not isinstance(result[1], dict):
         raise InputError(f"mode {mode.name}: its step function returns no loss with a dict of terms; end it with "

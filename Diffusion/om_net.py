@@ -113,8 +113,8 @@ class Join(nn.Module):
 class Segmenter(nn.Module):
     """Segments each volume by itself: a U-Net of the layers above, at full resolution and without a time.
 
-    What intensities do not show of a pair, such as a border that experts draw by convention, it has learned from label
-    maps (model.structures).
+    It learns from label maps (model.structures) what intensities do not show, such as a border that experts draw by
+    convention.
     """
 
     def __init__(self, dims, in_channels, structures, channels, use_checkpoint):
@@ -150,9 +150,9 @@ class AttentionBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), start_at_zero(nn.Linear(4 * width, width)))
 
     def forward(self, x, branch=None):
-        """x: (B, tokens, width). branch: the same, what is still to be added to it, or None.
+        """x: (B, tokens, width). branch: output of the previous block, not yet added to x, same shape; or None.
 
-        Returns: x, and what is still to be added.
+        Returns: x and the output of this block, not yet added to it.
         """
         b, n, width = x.shape                                                               # B, 1024, 1024
         x, normed = normed_sum(self.norm1, x, branch)                                       # (B, 1024, 1024) each
@@ -200,9 +200,10 @@ class MutualAttention(nn.Module):
         self.leave = start_at_zero(nn.Linear(width, channels))
 
     def block_weights(self, count, x):
-        """For each of `count` passes over x the weights with which it calls the blocks, or None for their own.
+        """The weights of all blocks for each of `count` passes over x; None for a pass that uses the blocks' own.
 
-        On a device they are copies, see `weights_in_passes`. Each block's gradients come as soon as they are known.
+        On a device in bfloat16 they are copies (`weights_in_passes`), made block by block, so that each block's
+        gradients arrive as soon as they are known.
         """
         blocks = [weights_in_passes(block, count) for block in self.blocks] if on_device_in_bfloat16(x) else [None]
         return [None if None in blocks else [passes[number] for passes in blocks] for number in range(count)]
@@ -251,9 +252,8 @@ class MutualAttention(nn.Module):
 
 
 def places_of_tokens(grid, size, device):
-    """Of tokens on a grid over a volume of that size: places in tokens (512, 3); the same where -1 and 1 are the faces
-    of the volume (512, 3); voxels per token (3,); half a side in voxels (3,); the unit matrix (3, 3).
-    """
+    """Geometry of tokens on a grid over a volume: their places in tokens, and with the volume's faces at -1 and 1,
+    (512, 3) each; voxels per token (3,); half a side in voxels (3,); the unit matrix (3, 3)."""
     places = identity(grid, device)[0].flatten(1).T                                         # (512, 3)
     sides = side_lengths(size, device).flatten()                                            # (3,)
     spacing = sides / side_lengths(grid, device).flatten()                                  # (3,)
@@ -556,7 +556,7 @@ class OM_net(nn.Module):
         return features, encoded
 
     def align(self, skip, field_norm, affine, t, image_size, padded_size):
-        """Features of the image, warped by the field so far, so that only the remaining displacement is measured.
+        """Features of the image at a level, warped by the field so far: only the remaining displacement is measured.
 
         PWC-Net warps the features of every level in the same way. Shapes are those of the level of 64^3.
         """
@@ -583,10 +583,10 @@ class OM_net(nn.Module):
             return target_of(pad_to_multiple(condition, self.multiple).float(), use_condition, descent.groups)
 
     def descend(self, descent, field, affine, x, image, target):
-        """The field of a pass after the learned steps of `descent`, see Diffusion/descent.py, on the grid of these.
+        """The field of a pass after the learned steps of `descent` (Diffusion/descent.py), on their grid.
 
-        field: (B, N, *grid), where the grid has 1 / stride of the voxels per side and the unit is those of the full
-        grid. affine: (B, N, *spatial), which is added to it there, or None. x: the decoder's last features.
+        field: (B, N, *grid), in voxels of the full grid on any grid over the volume. affine: (B, N, *spatial), added to
+        it when the image is warped, or None. x: the decoder's last features.
         """
         image, size = pad_to_multiple(image, self.multiple), target[0].shape[2:]            # (B, 1, 128^3)
         grid = [n // descent.stride for n in size]

@@ -236,7 +236,7 @@ def compare_moments(saved, modes, cfg, path):
 
 
 def numbered(net, optimizer):
-    """{parameter: number}, by which a checkpoint knows them: those of the network in its order, then any others."""
+    """{parameter: its number in a checkpoint}: those of the network in its order, then any others."""
     others = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {parameter: number for number, parameter in enumerate(dict.fromkeys([*net.parameters(), *others]))}
 
@@ -264,7 +264,7 @@ def load_optimizers(net, optimizers, saved):
             continue
         for groups in (optimizer.param_groups, adam.param_groups):
             for group, before in zip(groups, whole_state["param_groups"]):
-                group["lr"] = before["lr"]  # that of the last step, which a checkpoint without a further one has
+                group["lr"] = before["lr"]  # of the last step: saving again before a next one keeps it
         state, groups = {}, []
         for group in adam.param_groups:
             for parameter in group["params"]:
@@ -280,7 +280,7 @@ def load_optimizers(net, optimizers, saved):
 
 
 def older_kind(entries, optimizer):
-    """The class that wrote a state without a name, as far as its entries tell: that of the optimizer if they fit it."""
+    """Name of the optimizer class that wrote an unnamed state, guessed from its entries: `optimizer`'s if they fit."""
     of_adam = any("exp_avg_sq" in entry for entry in entries)
     if not entries or of_adam == isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return type(optimizer).__name__

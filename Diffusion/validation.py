@@ -53,7 +53,7 @@ def validation_pairs(cfg, dataset):
 
 
 def measured_on(cfg, dataset):
-    """A short text that is the same for scores that can be compared: 16 hexadecimal digits.
+    """Hash of all that scores depend on, 16 hexadecimal digits: scores with the same hash can be compared.
 
     dataset: of the held-out volumes.
     """
