@@ -75,7 +75,7 @@ COMPARED = 2  # level on which structures are compared
 # this share of the gap to perfect similarity of a map nearer to them; a smaller shift, a proportional part.
 STEP_ASIDE, ASIDE = 0.05, 0.15
 ROUNDED = 0.01  # added to each gap: of two nearly perfect maps, neither is much nearer to perfect similarity
-TRUSTED = 0.4  # least part of what can be shown that the headers must show to tell how much it is
+TRUSTED = 0.4  # least part of the attainable share that the headers must show to be trusted to limit it
 
 
 @torch.no_grad()
@@ -150,7 +150,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
 # ---------------------------------------------------------------------------------------------------------------------
 
 def _checked(name, array, mask, affine):
-    """The volume as float32 in 0 .. 1, zero where its mask is, the mask or None, and its affine, all canonical."""
+    """The volume as float32 in 0 .. 1, times its mask; the mask or None; the affine; all canonical."""
     array, affine = np.asarray(array), np.asarray(affine, np.float64)
     if array.ndim not in (2, 3) or min(array.shape) < 1:
         raise InputError(f"the {name} volume has the shape {array.shape}; give (D, H, W) or (H, W).")
@@ -377,10 +377,10 @@ def _share(weight, level):
 
 
 def _as_headers_show(levels, header):
-    """Levels on which no more than the headers' map (N, N + 1) shows is attainable; the same ones if that is little.
+    """Levels whose attainable share is limited to what the headers' map (N, N + 1) shows; unchanged if that is little.
 
-    If fields of view overlap in part, to show more than true headers do is no merit. Else a map would gain by a shift
-    to the next vertebra, or by squeezing an axis.
+    If the fields of view overlap only in part, a map must not gain by showing more than true headers do: it could shift
+    to the next vertebra, or squeeze an axis.
     """
     level = levels[COMPARED]
     share = float(_share(_shown(_in_voxels(torch.from_numpy(header)[None], level), level)[1], level))
@@ -519,7 +519,7 @@ def all_turns(count, dims):
 
 
 def _first(maps, kept, level, similarity):
-    """The best of many maps (B, N, N + 1), no two of them nearly the same; the best of the first `kept` leads them.
+    """The best of many maps (B, N, N + 1), without near duplicates; the best of the first `kept` comes first.
 
     Returns: (K, N, N + 1), at most TRIED of them.
     """
@@ -618,7 +618,7 @@ def _distinct(maps, count, level, distance_mm):
 
 
 def _worth_their_turn(candidates, header, level, similarity):
-    """Those of the (start, parameters) that turn no further from the headers' map than their similarity is worth.
+    """Those of the (start, parameters) whose turn from the headers' map is justified by their similarity.
 
     Many organs look about the same after a turn, and headers are usually right.
     """

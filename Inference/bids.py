@@ -125,7 +125,7 @@ def is_own_sidecar(path):
 
 
 def drop_copies(out, kept=()):
-    """Remove what earlier runs have copied to bids/, which would outlive its results, except the paths `kept`."""
+    """Remove what earlier runs copied to bids/, except the paths `kept`: copies must not outlive their results."""
     folder = Path(out) / "bids"
     for sidecar in filter(is_own_sidecar, sorted(folder.glob("sub-*/**/*.json")) if is_ours(folder) else ()):
         table = [".tsv"] if sidecar.stem.endswith("_timeseries") else []  # others are the user's, as of a _dseg

@@ -1,7 +1,7 @@
 """Blank parts of a volume: background, corners left by a rotation, and what the field of view cuts off.
 
-Registration must not take it for anatomy. `outlined_side` and `blank_corners` say which volume needs a mask for that;
-`place` in registration.py decides with the other volume.
+Registration must not take them for anatomy. `outlined_side` and `blank_corners` find volumes that may need a mask;
+`place` in registration.py compares them with the other volume and decides.
 """
 import dataclasses
 import math
@@ -67,9 +67,8 @@ def outlined(volume):
 
 
 def blank_corners(volume, cfg):
-    """Booleans (*spatial): what is blank in the corners of a Volume beyond planes that cut what it shows, see EMPTY;
-    None if there is no such part, or in a volume above MOST_VOXELS. Padding does not belong to it.
-    """
+    """Where a Volume has blank corners, as after resampling at an angle (see EMPTY), without padding: booleans
+    (*spatial); None if there are none, or above MOST_VOXELS."""
     if volume.array.size > grids.MOST_VOXELS:
         return None
     box = unpadded_box(volume)
@@ -91,9 +90,8 @@ def blank_corners(volume, cfg):
 
 
 def without(volume, blank):
-    """A Volume with a mask without a blank part, booleans (*spatial), without a voxel around it, which may be
-    interpolated from both, and without padding.
-    """
+    """A Volume whose mask excludes a blank part, booleans (*spatial), the voxels beside it, which may be interpolated
+    from both, and padding."""
     mask = np.zeros(blank.shape, np.float32)
     box = unpadded_box(volume)
     mask[box] = ~grown(blank[box])
@@ -106,7 +104,7 @@ def grown(inside):
 
 
 def has_flat_border(blank):
-    """Whether planes bound a part of a grid, in at most as many directions as it has axes; booleans (*spatial)."""
+    """Whether the border of `blank`, booleans (*spatial), is mostly planes, in at most as many directions as axes."""
     blank = blank[(slice(None, None, math.ceil((blank.size / MOST_SHOWN) ** (1 / blank.ndim))),) * blank.ndim]
     slope = np.stack(np.gradient(ndimage.gaussian_filter(blank.astype(np.float32), SOFT)))
     slope = slope[(slice(None), *[slice(int(2 * SOFT), -int(2 * SOFT))] * blank.ndim)].reshape(blank.ndim, -1)

@@ -50,7 +50,7 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
 
 
 def _fitting(image, affine, field, fixed_affine):
-    """The four, also tensors, as arrays.
+    """The four arguments, arrays or tensors, as numpy arrays.
 
     Raises InputError unless the field has a component for each axis of the image, and both affines place a volume.
     """

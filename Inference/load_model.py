@@ -161,7 +161,10 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
 
 
 def loaded(model, device="cpu"):
-    """What `load_model` returns, for its result or the path of one; None stays None. Raises InputError for others."""
+    """(network, config) of a model's path, loaded here, or as `load_model` returned it; None stays None.
+
+    Raises InputError for anything else.
+    """
     if is_path(model):
         return load_model(model, device)
     if model is None or (isinstance(model, tuple | list) and len(model) == 2 and callable(model[0])
@@ -197,7 +200,7 @@ def load_state(path, device="cpu"):
 
 
 def _completed(state):
-    """The content of a file, with today's defaults for the keys of a network that it was written before."""
+    """The content of a file, with today's defaults for network keys that are newer than the file."""
     if isinstance(state.get("config"), dict) and not state["config"].keys() >= set(MODEL_KEYS):
         known = load_config(DEFAULTS)
         state["config"] = {**{key: known[key] for key in MODEL_KEYS}, **state["config"]}

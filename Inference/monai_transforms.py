@@ -227,7 +227,7 @@ def plain(value):
 
 
 def own_affine(data, key):
-    """The affine that an entry brings along, None if it has none."""
+    """The affine of an entry, None if it has none."""
     affine = getattr(data[key], "affine", None)
     return (data.get(f"{key}_meta_dict") or {}).get("affine") if affine is None else affine
 

@@ -113,7 +113,7 @@ def channels_of(pair, side):
 
 
 def require_like_channels(pair):
-    """Raise InputError unless both sides of a pair have the same channels: other modalities would meet."""
+    """Raise InputError unless both sides of a pair have the same channels: different modalities would be compared."""
     fixed, moving = ([number for number, key in enumerate(CHANNELS[side], 2) if key in pair] for side in CHANNELS)
     if fixed != moving:
         fixed, moving = (", ".join(map(str, numbers)) or "none" for numbers in (fixed, moving))
@@ -164,8 +164,8 @@ def read_pairs_to_score(path):
 
 
 def said_if_unfinished(source, results):
-    """A list with a sentence if the run did not finish that left these results; else an empty one. source: their path.
-    results: of `read_results`, or the content of results.json."""
+    """[sentence] if the run that left these results did not finish, else []. source: their path. results: from
+    `read_results`, or the content of results.json."""
     doing = "run" if "program" in (results["settings"] or {}) else "registration"
     return [] if results["complete"] else [f"{source}: the {doing} did not finish; run it again to continue"]
 

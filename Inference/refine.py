@@ -68,7 +68,7 @@ WEIGHTS, APART = (0.5, 2.0, 8.0), 4.0  # values to try; each as many times the p
 SEEING_ALL = 0.5  # the weight for a field found from all voxels, relative to the best for one found from half of them
 GROSS = 1.0  # weight with which the gross motion is found
 TRIAL_STEPS = 15  # of optimisation at each resolution
-# For two modalities. Cubes tell nothing there: neighbours share structures of one modality only, and the curve falls.
+# The weight for two modalities. Cross-validation fails there: neighbouring cubes share structures of one modality only.
 OTHER_MEASURE = 2.0
 
 
@@ -103,15 +103,15 @@ def refine(pair, field, steps, cfg, progress=False):
 
 
 def alike_unmoved(pair, cfg):
-    """A small pair at full size, from `pair_at_level`, and its similarity without a deformation; or None.
+    """(pair at full size, from `pair_at_level`; its similarity without a deformation) if the images are alike already.
 
-    For images that are alike already. Every step has the same length, also where little or nothing is left to find: a
-    volume would be moved away from itself, by a tenth of a voxel on average in one of 24^3, and a change between two
-    scans that moves nothing by more than that would drown. So a field that makes the images less alike is dropped, and
-    shorter steps are tried: they find a small change, and of two scans that differ by noise alone some hundredths of a
-    voxel. In large volumes this is little, and measuring it would take time. None too for a start with a deformation,
-    where refinement may have to make it smoother, and the images less alike.
-    pair: as for `refine`.
+    Every step has the same length, even if little or nothing is left to find: a volume would be moved away from itself,
+    by a tenth of a voxel on average in one of 24^3, which hides smaller changes between two scans. So `refine` drops a
+    field that makes such images less alike, and tries shorter steps. They find a small change; if two scans differ only
+    by noise, they move voxels by some hundredths. `refine` does not ask if it starts from a deformation: that may have
+    to become smoother, and the images less alike.
+    pair: as for `refine`. Returns None for other images, and for large ones: there the effect is small, and measuring
+    it takes time.
     """
     by_structures = pair["structures"] is not None and cfg["refine.structures"]
     size = pair["fixed"].shape[2:]
@@ -175,8 +175,8 @@ def inferred_weight(pair, field, cfg):
 def cubes(size, window, device="cpu"):
     """For both colours what the optimisation sees, and what is measured: (1, 1, *size) float32 each, 0 or 1.
 
-    window: side of those of the similarity. Within half of it the other colour would be seen, so wider windows get
-    larger cubes.
+    window: side of the similarity's windows. They reach half of it into the other colour, so wider windows get larger
+    cubes.
     """
     dims, rim = len(size), max(RIM, window // 2)
     side = BLOCK + 2 * (rim - RIM)
@@ -188,7 +188,7 @@ def cubes(size, window, device="cpu"):
 
 
 def shrinking(size):
-    """The factor by which a pair of this size is shrunk before the curve is computed: a power of 2."""
+    """The factor, a power of 2, by which a pair of this size is shrunk before its smoothing is inferred."""
     factor = 1
     while math.prod(-(-n // factor) for n in size) > MOST_VOXELS and min(size) >= 2 * factor * LEAST_SIDE:
         factor *= 2
@@ -260,7 +260,7 @@ def deformed_at_level(small, field, count, weight, cfg, tick):
         step = step * (side_lengths(ratio, device) * (cfg["refine.step"] / longest))
         return step, spread(compose(first=field, then=step))
 
-    # Operations on slabs outlast their launches.
+    # Operations on slabs take longer than their launches, so that a graph would gain nothing.
     recorded = graphs.graphs_on(device, cfg["run.graphs"], graphs.IN_NO_PAIR) if len(parts) == 1 else None
     for _ in range(count):
         _, field = graphs.run(recorded, "a step of the refinement", moved, field)

@@ -78,7 +78,7 @@ NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its s
 SHORTER = {0.2: 100, 0.1: 200}  # steps of the inverse where half ones have not converged, and how many of each
 MOST_SLOWLY = 2 ** 18  # points of a slab for which those are taken: with more, the field is wrong as a whole
 FAR_APART = 50.0  # percent of the fixed field of view; if the moving one covers less, a warning says so
-# A moving volume that covers less of the fixed field of view, and that its own one cuts off (`is_cut_off`), is compared
+# A moving volume that covers less of the fixed field of view, and is cut off by its own (`is_cut_off`), is compared
 # only where it was scanned: its border is no anatomy.
 WHOLE_PERCENT = 95.0
 
@@ -422,7 +422,7 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def place(fixed, moving, affine, start, cfg, device, as_trained):
-    """`align`, with masks for what a volume shows, if what is blank in it would be taken for anatomy.
+    """`align`, with a mask around what a volume shows if its blank part would be taken for anatomy.
 
     If one volume shows more than the other, as a head does beside its brain, the mask is around what the other shows;
     otherwise the outline of the brain is matched to that of the head. Without an affine alignment, whose result
@@ -455,9 +455,8 @@ def place(fixed, moving, affine, start, cfg, device, as_trained):
 
 
 def without_corners(found, cfg):
-    """Two Volumes, with a mask for each whose `blank_corners` lie where the other one, as they are placed, shows
-    something or was not scanned; and these sides. found: what `place` returns, without masks.
-    """
+    """Two Volumes, and the sides that got a mask: those with `blank_corners` in which the other volume, as placed,
+    shows something or was not scanned. found: what `place` returns, without masks."""
     volumes, seen, placed = found
     volumes, cornered, size = list(volumes), (), placed.pair["fixed"].shape[1:]
     to_world = placed.work_affine, placed.matrix @ placed.work_affine
@@ -559,7 +558,7 @@ def working_grid(image, affine, cfg, as_trained, further=(), most=None):
 
     image: in 0..1. as_trained: place it as the training did (data.img_size, data.spacing_mm, data.crop_above), with
     more voxels along an axis that would not fit; else cover its field of view with voxels as large as its own, on
-    average, and at most so many. further: channels that a network sees too, to which data.crop_above applies as well.
+    average, and at most `most` of them. further: channels that a network sees too; data.crop_above applies to them.
     """
     canonical, canonical_affine = to_canonical(image, affine)
     shape, dims = canonical.shape, image.ndim
@@ -741,7 +740,7 @@ def corners_on_corners(few, size):
 def field_of_known(known, placed, pair, cfg):
     """The field with which an earlier registration begins this one: (1, N, *work) in voxels of the working grid.
 
-    With it either the whole map is the earlier one's, or its deformation follows the affine part that was found now,
+    It reproduces the earlier map as a whole, or applies the earlier deformation after the affine part found now,
     whichever makes the pair more alike. Another pair, such as a later frame, has moved as a whole; an affine part that
     the earlier registration left out is in its field already.
     known: Known. placed: from `align`. pair: its pair, on the device.
@@ -760,9 +759,9 @@ def field_of_known(known, placed, pair, cfg):
 def at_full_resolution(solution, fixed, moving, refine, cfg, device, progress):
     """The Solution, refined further on voxels as small as those of the Volume `fixed`, if those of its grid are larger.
 
-    The finest resolution gets its share of the steps. Each works slab by slab, which gives what the whole would. Two
-    modalities and a network's structures are compared as a whole, so their Solution stays, as it does if memory is
-    short.
+    The finest resolution gets its share of the steps. Each step works slab by slab, with the same result as on the
+    whole volume. Returns the Solution unchanged if memory is short, and for two modalities or a network's structures,
+    which cannot be compared slab by slab.
     """
     placed, free = solution.placed, memory.measure(torch.device("cpu"))["host_free"]
     if (not is_coarser(placed.work_affine, fixed) or not is_comparable_in_slabs(solution)
@@ -919,7 +918,7 @@ def inverse_field(work_field, before, shape, after):
 def _more_slowly(work_field, start, v, length, step, count):
     """`count` steps of `inverse_field` for some points: v, (N, K), where each misses least, and by how much, (K,).
 
-    start: (N, K), the points y. v: from which they go on. length: (K,), by how much they miss there. step: its size.
+    start: (N, K), the points y. v: where they begin. length: (K,), by how much they miss there. step: its size.
     """
     def missing(v):  # each point is a grid of one voxel
         places = (start + v).T.reshape(-1, len(v), *[1] * len(v))

@@ -13,9 +13,9 @@ VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
 # (doubtful, failed): beyond the first number a pair is doubtful, beyond the second it has failed.
 ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed one
 ALIKE_OF_TWO = (1.0, 0.11)  # the same for two modalities, where no score shows whether the volumes match
-# Where noise leaves less similarity attainable than the first (clean pairs: 0.82 to 0.94), a pair has failed only with
-# too small a part of that, and below the second only with less than a tenth (LEFT), as a volume of noise alone has. It
-# is not ok for it: a mirrored liver with noise had enough.
+# If noise leaves less similarity attainable than the first (clean pairs: 0.82 to 0.94), a pair has failed only with
+# too small a part of that; below the second, only with less than a tenth (LEFT), as a volume of noise alone has. Above
+# these it is doubtful and not ok: a mirrored liver with noise reached them.
 NOISY, HIDDEN, LEFT = 0.7, 0.3, 0.1
 LOST = 0.01  # similarity that smoothing may cost two volumes that were alike from the start
 # Least part of the fixed body that the moving one covers, which may show only a part; the second of what its field of
@@ -53,7 +53,7 @@ def _level(value, limits, larger_is_worse=True):
 
 
 def findings(scores):
-    """(verdict, sentence) of all that is wrong with a pair; of equally bad ones the first gives the reason."""
+    """Yield (verdict, sentence) for all that is wrong with a pair; of equally bad ones `judge` takes the first."""
     sides = scores.get("segmentations") or []
     if len(sides) == 1:
         yield "failed", f"the {sides[0]} volume is a segmentation and the other one an image: give its image."

@@ -71,7 +71,7 @@ def coarser(shape, spacing, voxels):
 
 
 def half_range(determinant):
-    """The colours of a determinant go from 1 - half to 1 + half: half, a float."""
+    """half, 0.1 .. 1: the colours of a determinant range from 1 - half to 1 + half."""
     apart = np.abs(determinant[np.isfinite(determinant)] - 1)
     return float(np.clip(np.percentile(apart, 99.9), 0.1, 1)) if apart.size else 1.0
 
