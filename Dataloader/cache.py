@@ -78,8 +78,8 @@ def encode(image, dtype):
 
 @functools.cache
 def code_mark():
-    """SHA-256 of the code that brings a volume onto the training grid, which researchers edit; lines of comments and
-    docstrings do not count. The same under every Python."""
+    """SHA-256 of the code that brings a volume onto the training grid, which researchers edit. Lines of comments and
+    docstrings do not count; a comment behind code does. The same under every Python."""
     total = hashlib.sha256()
     for name in ("prepare.py", "grids.py"):
         text = Path(__file__).with_name(name).read_text("utf-8")

@@ -456,8 +456,8 @@ def describe_data(cfg, dataset, held_out):
 
 
 def with_gone(before, now):
-    """The data of a run that continues, with the volumes that it was trained on before and no longer has: these may
-    not be held out later. before, now: from `describe_data`, or this function."""
+    """The data of a resumed run, with the volumes that it was trained on and no longer has: these may not be held out
+    later. before, now: from `describe_data`, or this function."""
     rows, kept = rows_of(now), by_id(now)
     gone = [[row["id"], row["subject"], "gone", row["bytes"]] for identity, row in by_id(before).items()
             if row["split"] in ("train", "gone") and identity not in kept]

@@ -30,9 +30,9 @@ def intensity_range(array, low=0.5, high=99.5):
 
 
 def air_for_filler(array):
-    """A CT volume in which what the scanner has not reconstructed, such as -3024 or -2000 HU, is air.
+    """A CT volume with air in place of the filler outside the scanner's reconstruction, such as -3024 or -2000 HU.
 
-    The array itself if there is none.
+    Returns the array itself if it has no filler.
     """
     below = array[array < AIR - CLEAR]
     if not below.size or (below == below.min()).mean() < 0.5:
@@ -51,10 +51,8 @@ def rescale(array, bottom, top):
 
 
 def is_singular(affine):
-    """Whether an array is no affine of a volume: not 4x4 or finite, or with axes in one plane. Voxels have any size.
-
-    Nor is a transposed one, whose last row is not 0 0 0 1 to within rounding in single precision.
-    """
+    """Whether an array cannot be the affine of a volume: it is not 4x4, not finite, its axes lie in one plane, or its
+    last row is not 0 0 0 1 to within rounding in single precision, as in a transposed one. Voxels may have any size."""
     if affine.shape != (4, 4) or not np.isfinite(affine).all() or not np.allclose(affine[3], [0, 0, 0, 1], atol=1e-4):
         return True
     lengths = np.linalg.norm(affine[:3, :3], axis=0)

@@ -599,7 +599,7 @@ def write_field_learn2reg(path, field, affine):
 
 
 def is_own_field(path):
-    """Whether a file is of `write_field_learn2reg`."""
+    """Whether `write_field_learn2reg` wrote a file."""
     try:
         return open_nifti(path).header["descrip"] == OURS
     except (InputError, KeyError, ValueError):

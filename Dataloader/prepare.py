@@ -87,10 +87,10 @@ def read_image(item, dims, count):
 
 
 def scaled(array, cfg, counted=None):
-    """A volume with intensities in 0 .. 1, as every network and registration sees it, and those that become 0 and 1.
+    """Scale intensities to 0 .. 1, as every network and registration sees them.
 
-    They are data.window, or else data.percentiles of the voxels that count. counted: these; None for all.
-    Returns: float32 array in the shape of `array`, [low, high].
+    data.window becomes 0 and 1 if set, else data.percentiles of the voxels that count. counted: these; None for all.
+    Returns: float32 array in the shape of `array`; [low, high], the intensities that became 0 and 1.
     """
     array = air_for_filler(np.asarray(array, np.float32))
     limits = cfg["data.window"] if any(cfg["data.window"]) else (

@@ -172,7 +172,7 @@ def dims_of(path):
 
 
 def checked_affine(affine, name):
-    """An affine as 4x4 float64. name: of its volume. Raises InputError for one that is none, or singular."""
+    """An affine as 4x4 float64. name: of its volume. Raises InputError if it is none or singular."""
     try:
         # A tensor may have a gradient.
         affine = np.array(affine.detach().cpu().numpy() if hasattr(affine, "detach") else affine, np.float64)
