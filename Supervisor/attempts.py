@@ -52,7 +52,7 @@ def begin(run, loop, world_size):
     loop: the lock's token, the same for all rounds of one launcher. world_size: ranks. Returns: the attempt's number.
     """
     begins = judge_unended(run)
-    # Also above those in the ranks' logs: attempts.jsonl may be lost, and what they say would be taken for this one's.
+    # Above the numbers in the ranks' logs too: if attempts.jsonl is lost, old lines must not count for this attempt.
     logs = [path for path in listed(run) if path.match("rank*.jsonl")]
     logged = [line.get("attempt") for path in logs for line in read_lines(path, LAST_LINES)]
     logged = [number for number in logged if type(number) is int]  # a damaged line may hold anything
@@ -74,7 +74,7 @@ def judge_unended(run):
 
 
 def starter():
-    """What has started this process: torchrun's id of its job, else a process. All of its restarts have the same."""
+    """Identifies what started this process and its restarts: torchrun's job id, else host and PID of the parent."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return f"{socket.gethostname()} {os.getppid()}" if job == "none" else job
 
@@ -240,7 +240,7 @@ def ends_of(lines, loop):
 
 
 def has_trained(lines):
-    """Whether an attempt has come to train, in the loop of the last line or before Slurm requeued this job."""
+    """Whether an attempt got past its start, in the loop of the last line or before Slurm requeued this job."""
     jobs = {line["attempt"]: line.get("job") for line in lines if line["event"] == "begin"}
     return any(line["signature"][2] not in STARTING for line in lines if line["event"] == "end" and (
         line["loop"] == lines[-1]["loop"] or was_requeued() and jobs.get(line["attempt"]) == slurm_job()))
@@ -414,7 +414,7 @@ def launcher_gained(argv):
 def launcher_tell(argv):
     """Call run.notify, because the launch stops. argv: the sentence that says why, then arguments of the training.
 
-    A requeued job that cannot begin has no run yet; it stops that of its earlier start.
+    A requeued job that cannot begin has no run yet: the message is about the run of its earlier start.
     """
     run = os.environ.get("OMNIMORPH_RUN") or was_requeued() and run_of_job(config_of(argv[1:]))
     if run:
@@ -454,7 +454,7 @@ def main(argv):
         if is_passing(error):
             what += ", and that did not pass: make room, or wait until it answers, then start the same command again."
             print(f"error: {what}", file=sys.stderr)
-            if argv[0] == "end":  # the launcher takes a stop after a round as told
+            if argv[0] == "end":  # after a round, the launcher leaves run.notify to this process
                 launcher_tell([what])
             return STOP
         advice = "name another folder (run.models), or have the permissions of this one corrected"

@@ -61,7 +61,7 @@ def answer(**variables):
 
 
 def native(text):
-    """A text of another Python, which read names as UTF-8, as this Python reads them: as ASCII in 3.6 and locale C."""
+    """A text of the training's Python, whose file names are UTF-8, for this one: 3.6 in locale C reads only ASCII."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -379,8 +379,8 @@ def back_into_the_queue(words):
 
 
 def tell(words):
-    """Call the user's command (run.notify), because the launch stops for a reason that no round has. words: it, then
-    those of the training."""
+    """Call the user's command (run.notify), because the launch stops outside a round. words: the reason, then those of
+    the training."""
     return ask(attempts("tell", words[0], *training_words(words[1:])), 90)[0]
 
 

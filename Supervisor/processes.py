@@ -59,7 +59,7 @@ def interpreter():
 
 
 def code_of(process, ends=0):
-    """Exit code of a process, 128 + the signal that ended it; None if it has not ended by then (time.monotonic)."""
+    """Exit code of a process, 128 + the signal that ended it; None if it runs beyond `ends` (time.monotonic)."""
     while process.poll() is None and time.monotonic() < ends:
         time.sleep(0.1)
     return 128 - process.returncode if (process.returncode or 0) < 0 else process.returncode
