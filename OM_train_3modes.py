@@ -292,7 +292,7 @@ def step_registration(net, batch, cfg):
 
 
 class Mode(NamedTuple):
-    """All that other code needs to know about a mode. To add a mode, write a step function and an entry in MODES."""
+    """One mode of the training, for all other code. To add a mode, write a step function and an entry in MODES."""
 
     name: str
     step: object                   # (net, batch, cfg) -> loss, {term: value}, maybe embeddings for the queue

@@ -67,7 +67,7 @@ def overlaid(runs, names):
 
 
 def compared(runs, out):
-    """Write the page of some runs and print its figures. Raises InputError for fewer than two or for other folders."""
+    """Write the page of two or more runs and print its figures. Raises InputError for one, or a folder that is none."""
     if len(runs) < 2:
         raise InputError(f"compare {runs[0]}: name two runs or more.")
     names, runs = short_names(runs), [read_run(run) for run in runs]

@@ -101,7 +101,7 @@ def leak(found):
 
 
 def nonfinite(found):
-    """More non-finite losses than before, or no others."""
+    """Non-finite losses in more of the last steps than of those before, or in all of them."""
     steps = tail_of(found["once"], RECENT)
     bad = np.nan_to_num(steps["nonfinite"]) > 0
     half = len(bad) // 2

@@ -134,11 +134,10 @@ def add_row(columns, line):
 
 
 def as_columns(columns):
-    """All rows, and those that are in the result, by rising step: ({name: values}, {name: values}, {attempt: the step
-    from which a later attempt went on}).
+    """All rows, those that are in the result, by rising step, and {attempt: step from which a later one resumed}.
 
     columns: from `add_row`. Two are added: "seconds", the sum over all phases of a row, and "replayed", 1 if a later
-    attempt went on from this step or an earlier one, so that its work is lost.
+    attempt resumed from this step or an earlier one, so that its work is lost.
     """
     count = len(columns["is_step"])
     rows = {name: np.array([*column, *[NAN] * (count - len(column))]) for name, column in columns.items()}

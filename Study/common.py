@@ -28,8 +28,7 @@ from Runtime.files import as_stored, csv_text, first_repeated, require_apart, re
 
 
 def volumes_of(sources, ids="", pattern="", known=()):
-    """The volumes that a command line names, in its order and that of its lists, as Dataloader/datalist.py describes
-    them.
+    """The volumes that a command line names, in order: dicts as Dataloader/datalist.py describes them.
 
     sources: files, folders, lists or patterns, see `without_segmentations`. ids: numbers and ranges as in `select`.
     pattern: names the subjects. known: volumes whose files have the same subjects here, since the folder that names the

@@ -6,7 +6,7 @@ the same way count as one: from the differences d_i of the patches, M_ij = (|d_i
 both are wrong together, and the weights M^-1 1 / (1' M^-1 1) minimise the expected error (Wang et al., "Multi-Atlas
 Segmentation with Joint Label Fusion", IEEE TPAMI 2013). A patch votes for all of its voxels, each atlas with its own
 weight and shift there. Atlases vote with whole voxels; away from thin structures, smoothed votes are nearer to the
-truth. Last, the image itself has a say: in each voxel a label counts more if that intensity is frequent where the
+truth. Last, the votes are weighted by the image: a label counts more in a voxel whose intensity is frequent where the
 atlases vote for the label (as in Ledig et al., "Robust whole-brain segmentation", Medical Image Analysis 2015).
 """
 import itertools
@@ -22,7 +22,7 @@ ALPHA = 1.0  # times the mean of the diagonal is added to it; with less, few atl
 SIGMA = 0.9  # voxels, smoothing of the votes for structures that are not thin
 THICK = 0.7  # share of the atlases in which a voxel has to belong to such a structure
 BINS, BLUR = 64, 2.0  # of the histograms of intensities; their smoothing in bins
-TRUST = 0.4  # exponent of what they say, since neighbouring voxels are no independent witnesses
+TRUST = 0.4  # exponent of their weights, since neighbouring voxels are not independent
 CHUNK = 20_000  # voxels at a time
 MARGIN = PATCH + SEARCH
 
@@ -171,8 +171,8 @@ def smoothed(votes, disputed):
 def by_intensity(shares, values):
     """Shares of the votes (n, kinds), weighted by how typical the intensities `values` (n,) are for each label.
 
-    The histogram of a label counts each voxel by its share. A label with few votes gets that of all voxels, which says
-    nothing.
+    The histogram of a label counts each voxel by its share. A label with few votes gets nearly that of all voxels,
+    which has no effect.
     """
     low, high = np.quantile(values, (0.005, 0.995))
     bins = np.clip((values - low) / max(high - low, 1e-6) * BINS, 0, BINS - 1).astype(np.int64)

@@ -36,7 +36,7 @@ WHOLE, LOCAL, MIDDLE = "log_jacobian.nii.gz", "log_jacobian_without_affine.nii.g
 LEAST = 1e-3  # smallest determinant; where a field folds, the map has the logarithm of this
 SHOWN = 0.3  # logarithm that is drawn in full colour
 NO_AFFINE_OF_FIELDS = ("0.1.0", "1.0.0", "1.1.0", "1.2.0")  # releases that stored none of a start from a field
-MARGIN = 16  # voxels around the grid in which a field goes on, more than it moves a voxel
+MARGIN = 16  # voxels around the grid into which a field is continued, more than it moves a voxel
 
 
 def jacobian(args):
@@ -73,9 +73,9 @@ def log_determinant(field):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def of_results(args):
-    """The subjects in a folder of results, all registered to one volume: entries for `do_all`, but for those that have
-    failed; their function; verdict and reason of each subject, by name; how labels are resampled to the grid, one of
-    LABELS, None if they are not."""
+    """The subjects in a folder of results, all registered to one volume. Returns: entries for `do_all` of those that
+    have not failed; the function for them; {name: verdict and reason} of all; how their labels are resampled to the
+    grid, one of LABELS, or None."""
     folder = Path(args.results) if Path(args.results).is_dir() else Path(args.results).parent
     earlier = read_results(folder)
     rows = [row for row in earlier["pairs"].values() if "fixed" in row and "matrix" in row]
@@ -181,8 +181,8 @@ def percent(logs, weights=None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def of_scans(scans, args):
-    """The later scans of one subject, each against the first, as `of_results` returns subjects; no verdicts yet, and
-    labels are on the first scan's grid."""
+    """The later scans of one subject, each against the first. Returns: as `of_results`, without verdicts; labels are
+    on the first scan's grid and not resampled."""
     first, *later = scans
     label = args.labels or first["label"]
     entries = [{"name": item["id"], "first": first["image"], "scan": item["image"],

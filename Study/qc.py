@@ -77,7 +77,7 @@ def all_rows(sources):
 
 
 def outlier_of(row, rows):
-    """outlier: the column that is furthest out on its bad side, "" if none is; outlier_z: by how much, robustly."""
+    """dict of outlier, the column furthest out on its bad side or "", and outlier_z, in robust standard deviations."""
     worst, name = 0.0, ""
     for key, bad in BAD_SIDE.items():
         middle, spread, count = spread_of(key, rows)

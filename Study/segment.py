@@ -110,7 +110,7 @@ def entry_of(image):
 def require_uncorrected(images, out):
     """Raise InputError if somebody has corrected a label map of an earlier run that this run would replace.
 
-    A label map that cannot be read is only damaged.
+    One that cannot be read is damaged, not corrected.
     """
     rows = read_results(out)["pairs"]
     for row in (rows[item["id"]] for item in images if item["id"] in rows):

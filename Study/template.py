@@ -205,7 +205,7 @@ def upright(image, affine, name, device):
 
 
 def mirror_of(width, affine):
-    """The mirror in the middle plane across the first axis of a grid, which has so many voxels: 4x4 in the world."""
+    """The reflection in the middle plane across the first axis of a grid, 4x4 in the world. width: voxels along it."""
     flip = np.diag([-1.0, 1, 1, 1])
     flip[0, 3] = width - 1
     return affine @ flip @ np.linalg.inv(affine)
@@ -254,7 +254,7 @@ def without_strangers(rows, left_out):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def deformation_of(row, margin=0):
-    """u_i of a row: (1, N, *size) in voxels of the template.
+    """The deformation u_i of a row's subject: (1, N, *size) in voxels of the template.
 
     margin: voxels around the template's grid in which it falls to zero; without them, maps that lead out of the field
     of view would have no logarithm there.
@@ -271,7 +271,7 @@ def deformation_of(row, margin=0):
 
 
 def margin_for(rows):
-    """The margin for some rows: their fields fall in it by a third of a voxel per voxel, on average; at least 8."""
+    """Voxels of margin for some rows, at least 8: in it, fields fall by a third of a voxel per voxel on average."""
     most = 0.0
     for row in rows:
         field = deformation_of(row)[0]

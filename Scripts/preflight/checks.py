@@ -1,7 +1,7 @@
 """The checks of one task of the preflight: one short function for each.
 
 A check gets `context`, a dict: cfg, rank, local_rank, world_size, node, nodes, tasks (on a node), allow_tmp, variables
-(the environment), served (result of `serve`), ends (its deadline, by time.monotonic) and findings (so far). It also
+(the environment), served (result of `serve`), began and ends (by time.monotonic) and findings (so far). It also
 gets `at`, a function: at(text) reports what the check does now, at(late(...)) the result if it is not done in
 time. It returns `passed`, `failed` or `skipped`, with facts that the collector compares.
 Scripts/preflight/preflight.py runs each check in a process of its own, which it kills at the deadline.
@@ -40,11 +40,11 @@ GIB = 2 ** 30
 # Measured on x86-64 Linux with torch 2.13.0+cpu and glibc's malloc, on trainings of 16^3 to 96^3 voxels.
 TRAINING = 125 * 2 ** 20  # bytes that the smallest training adds to a preflight: its modules, TensorBoard, pictures
 WORKER = 190 * 2 ** 20  # bytes of a loader worker before it reads anything
-READING = 8  # volumes of the training grid in float32 held while one of that size is read from its file: 7.4 measured
+READING = 8  # float32 volumes of the training grid in memory while one of that size is read: 7.4 measured
 SHM = Path("/dev/shm")
 # Keys of `loss` that weigh each mode of OM_train_3modes.py, which leaves a mode out if all of its are 0.
 MODES = (("dist", "ang", "regul"), ("contrastive",), ("imgsim", "imgmse", "ddf", "dice"))
-VOLUMES_ALONE = ("volumes",)  # only the training knows its modes, so it judges itself whether they have their pairs
+VOLUMES_ALONE = ("volumes",)  # pairs are left to the training, which alone knows its modes
 OPEN_FILES = 4096  # enough for the sockets of all ranks and the shared-memory files of all loader workers
 # Variables that name a node's or a rank's own devices, network cards and caches: they may differ.
 OWN = (*launch.VISIBLE, "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR",

@@ -6,7 +6,7 @@ bash_train_multi_nodes.sh does this. Both sides take the arguments of the traini
 TASKS_PER_NODE and PREFLIGHT_SECONDS (time limit, default 45); tasks also RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT, the collector RANKS_ASKED (those before nodes were left out; default: the ranks of the nodes). A task
 prints one JSON line for each check and always exits with 0. The collector prints a table on standard error
-(Scripts/preflight/collect.py) and EXCLUDED=n2 n3 on standard output; it exits with 0 (passed), 43 (stop), 75 (go on
+(Scripts/preflight/collect.py) and EXCLUDED=n2 n3 on standard output; it exits with 0 (passed), 43 (stop), 75 (continue
 without the excluded nodes) or, with --may-repeat, 76 (the faults may pass: check once more).
 """
 import argparse
