@@ -293,11 +293,11 @@ def unscored(pair, fixed, moving=None):
 def said_of_labels(scores):
     """Sentences about structures that only one of two label maps has; they name some. scores: of `label_scores`."""
     sentences = []
-    for key, whose, missing in (("labels_lost", "fixed volume", "registered"),
-                                ("labels_extra", "moving volume", "fixed")):
+    for key, lacking, having in (("labels_lost", "warped labels", "fixed ones"),
+                                 ("labels_extra", "fixed labels", "warped ones")):
         if labels := scores.get(key):
             words = ", ".join(map(str, labels[:5])) + f" and {len(labels) - 5} more" * (len(labels) > 5)
-            sentences.append(f"of the labels of the {whose} the {missing} one lacks {words}.")
+            sentences.append(f"the {lacking} lack {words}, which the {having} have.")
     return sentences
 
 

@@ -118,7 +118,8 @@ def findings(scores):
         yield "failed", (f"the landmarks are further apart than before the registration ({before:.2f} mm before, "
                          f"{after:.2f} mm after).")
     if scores.get("labels_lost"):
-        yield "doubtful", f"the warped labels lack structures of the fixed volume: {scores['labels_lost'][:5]}."
+        yield "doubtful", (f"the warped labels lack structures of the fixed volume: {scores['labels_lost'][:5]}; check "
+                           "that the moving labels have them.")
 
     # How regular the field is
     if level := _level(scores.get("folding_body_percent"), FOLDED_PERCENT):
