@@ -85,7 +85,7 @@ def compared(runs, out):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m Report.compare", description="Runs side by side: keys "
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.compare", description="Runs side by side: keys "
                                      "that differ, curves on one axis, final figures, cost; also for progress.md.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
     parser.add_argument("--out", type=Path, default=Path("Logs/compare.html"), metavar="FILE", help="the page")

@@ -385,8 +385,9 @@ def look(args):
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(
-        prog="python -m Report.run", description="Show what a run does, did and cost, as one self-contained page. "
-                                                 "`python -m Report.compare RUN RUN...` puts runs side by side.")
+        prog=f"python -m {__package__}.run",  # of omnimorph, if installed
+        description="Show what a run does, did and cost, as one self-contained page. "
+                    f"`python -m {__package__}.compare RUN RUN...` puts runs side by side.")
     parser.add_argument("run", type=Path, help="folder of the run, Models/<data>_<net>; a copy will do")
     parser.add_argument("--text", action="store_true", help="print the report on the terminal instead")
     parser.add_argument("--follow", action="store_true", help="repeat every ten seconds until the run has ended")

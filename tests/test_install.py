@@ -159,6 +159,9 @@ def test_the_commands_explain_themselves(installed, elsewhere):
     for task in PROGRAMS:
         done = call(installed, elsewhere, task, "--help")
         assert done.returncode == 0 and done.stdout.startswith(f"usage: omnimorph {task} "), done.stderr
+    for name in ("omnimorph.Report.run", "omnimorph.Report.compare", "omnimorph.Dataloader.synthetic"):
+        done = launching.run([installed / "python", "-m", name, "--help"], cwd=elsewhere)
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: python -m {name} "), done.stderr
 
 
 @pytest.mark.slow
