@@ -78,7 +78,8 @@ def _note_signal(number, frame):
         raise KeyboardInterrupt
     if number == signal.SIGINT:
         with contextlib.suppress(OSError):  # a full disk or a closed terminal
-            os.write(2, b"\nCtrl-C: saves and leaves after this step; once more ends at once\n")
+            os.write(2, b"\nCtrl-C: saves and leaves after this step, and the same command resumes; once more ends "
+                        b"at once\n")
 
 
 def phase(name, mode="", moves=True):

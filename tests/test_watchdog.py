@@ -233,7 +233,7 @@ def test_who_presses_ctrl_c_twice_does_not_wait(tmp_path):
     assert process.stdout.readline() == "there\n"
     process.send_signal(signal.SIGINT)
     assert [process.stderr.readline() for _ in range(2)] == [
-        "\n", "Ctrl-C: saves and leaves after this step; once more ends at once\n"]
+        "\n", "Ctrl-C: saves and leaves after this step, and the same command resumes; once more ends at once\n"]
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=10)[1] and process.returncode
 
