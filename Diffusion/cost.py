@@ -4,6 +4,7 @@ import functools
 import glob
 import json
 import math
+import sys
 import time
 
 import torch
@@ -231,6 +232,7 @@ def dry_run(cfg, world_size, modes):
         print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; {batch}")
     else:
         print(f"steps per epoch: unknown without the volumes ({source}); {batch}")
+    sys.stdout.flush()  # into a file or pipe too, since the trial takes minutes on a CPU, and the kernel may end it
     here = this_machine(cfg, memory, split, modes, labels)
     if here:
         seconds, line = here["step_seconds"], f"on this machine ({here['device']}): {fit_text(here, cfg)}"

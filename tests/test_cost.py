@@ -1,6 +1,9 @@
 """Costs counted without doing the work, against what is known by hand and what is really kept."""
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 import types
 
 import pytest
@@ -78,6 +81,19 @@ def test_what_is_not_prepared_yet_is_counted_from_the_files(tmp_path, capsys):
     assert f"(from data.expect_samples, since {tmp_path / 'none/data'}: no such" in capsys.readouterr().out
     assert om.main(arguments(tmp_path, "--dry-run", data__train_ids="70-80")) == 43
     assert 'ids "70-80" select no volume of the 8 volumes' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_a_dry_run_has_counted_outlives_its_trial(tmp_path):
+    """A trial step may take minutes, and the kernel may end it; a log then still has what was counted before."""
+    command = [sys.executable, ROOT / "OM_train_3modes.py", "--config", ROOT / "Config/config_demo.yaml", "--dry-run",
+               "--set", f"data.root={tmp_path / 'none'}", "run.device=cpu"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if "steps per epoch" in line:
+                process.kill()
+                break
+        assert process.stdout.read() == "" and process.wait() == -signal.SIGKILL, "nothing came before the trial"
 
 
 def test_data_that_no_mode_uses_refuse_no_dry_run(tmp_path):
