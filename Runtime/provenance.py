@@ -34,8 +34,10 @@ def git(*arguments, code=0):
     checkout, or if git takes more than 30 s."""
     if not (Path(__file__).parents[1] / ".git").exists():  # installed, perhaps inside somebody's own checkout
         return None
+    # Git refuses a checkout of another user, such as a shared one, although its code runs here anyway.
+    command = ["git", "-c", "safe.directory=*", *arguments]
     try:
-        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True,
+        done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True,
                               errors="replace", timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None

@@ -211,6 +211,21 @@ def test_changes_of_the_code_that_are_not_utf8_are_kept_too(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a checkout of another user")
+def test_a_checkout_of_another_user_is_recorded_too(tmp_path, monkeypatch):
+    (tmp_path / "Runtime").mkdir()
+    (tmp_path / "known.py").write_text("one = 1\n")
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"]):
+        launching.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "known.py").write_text("one = 4\n")
+    for path in (tmp_path, tmp_path / ".git"):
+        os.chown(path, 65534, 65534)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # the tester's own may allow it
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "Runtime/provenance.py"))
+    assert len(provenance.git("rev-parse", "HEAD").strip()) == 40 and "+one = 4" in provenance.local_changes()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
 def test_the_changes_of_a_launch_hold_new_files_that_it_has_loaded(tmp_path, monkeypatch):
     """As a patch that git can apply; an empty one, one without a last line end, and one that is too large.
     Nothing of one that is gone, and of a lazy module, which fails to load."""
