@@ -26,11 +26,12 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
     """
     processes = min(workers, len(tasks), MOST_ON_WINDOWS if os.name == "nt" else workers)
     context = multiprocessing.get_context("spawn")
-    with needs_shm(what):
+    with starts_processes(what):
         pool = concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (begin, arguments))
-    waiting = {}
+    waiting = None  # until all processes have been started
     try:
-        waiting = {pool.submit(function, *task): task for task in tasks}
+        with starts_processes(what):
+            waiting = {pool.submit(function, *task): task for task in tasks}
         while waiting:
             ended, _ = concurrent.futures.wait(waiting, POLL_S, concurrent.futures.FIRST_COMPLETED)
             if meanwhile:
@@ -50,26 +51,32 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
                          f"command again {way}, and it continues where it stopped.") from None
     finally:
         # After Ctrl-C or an error the tasks that have begun end at once: their results would be lost.
-        for process in list((pool._processes or {}).values()) if waiting else ():
+        for process in list((pool._processes or {}).values()) if waiting != {} else ():
             process.kill()
-        pool.shutdown(wait=True, cancel_futures=True)
+        # Without processes the pool's thread may not have been started, and cannot be waited for.
+        pool.shutdown(wait=waiting is not None, cancel_futures=True)
 
 
 def shared_counter(what):
     """A number that processes share, 0 at first. what: beginning of the error, such as the results folder."""
-    with needs_shm(what):
+    with starts_processes(what):
         return multiprocessing.get_context("spawn").Value("q", 0)
 
 
 @contextlib.contextmanager
-def needs_shm(what):
-    """Context for making semaphores: Linux keeps them in /dev/shm, so an OSError becomes an InputError about that."""
+def starts_processes(what):
+    """Around what starts processes and threads, or makes semaphores, which Linux keeps in /dev/shm: an error is not one
+    of the results folder."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        if getattr(error, "errno", None) == errno.EAGAIN or "can't start new thread" in str(error):
+            raise InputError(f"{what}: no more worker processes can be started ({reason}); give fewer --workers, or "
+                             "raise the limit of this user (ulimit -u) or container.") from error
+        if isinstance(error, RuntimeError) or error.errno in (errno.EMFILE, errno.ENFILE):
             raise
-        raise InputError(f"{what}: no worker processes can be started ({error.strerror}); they need /dev/shm, a "
+        raise InputError(f"{what}: no worker processes can be started ({reason}); they need /dev/shm, a "
                          "writable folder in memory with free space: mount a tmpfs there.") from error
 
 

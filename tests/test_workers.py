@@ -100,6 +100,19 @@ def test_without_shared_memory_it_and_not_the_results_is_blamed(call):
         done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("first", ["", "resource_tracker.ensure_running()\n"], ids=["semaphores", "processes"])
+def test_a_limit_of_processes_and_not_the_results_is_blamed(first):
+    # All imports come first: the user that the process becomes may not read this Python.
+    program = ("import multiprocessing.popen_spawn_posix, multiprocessing.queues, multiprocessing.synchronize\n"
+               "import os, resource\nfrom multiprocessing import resource_tracker\n"
+               f"from Runtime.workers import run_tasks\n{first}"
+               "if os.getuid() == 0:\n    os.setuid(65534)  # root may start any number\n"
+               "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\nlist(run_tasks(len, [('a',)], 1, 'out'))")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "InputError: out: no more worker processes can be started (Resource temporarily unavailable); give fewer " \
+        "--workers" in done.stderr, done.stderr
+
+
 def test_no_worker_outlives_its_killed_parent(tmp_path):
     code = ("import sys; from Runtime.workers import run_tasks; from tests.test_workers import sleep\n"
             "if __name__ == '__main__':\n    list(run_tasks(sleep, [(sys.argv[1], 60)] * 2, 2, 'out'))")
