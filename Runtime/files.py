@@ -206,7 +206,8 @@ def replace(partial, path):
     try:
         os.fsync(folder)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems, such as shared folders of virtual machines, cannot
+        # Shared folders of virtual machines, encrypted folders (gocryptfs) and others cannot.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(folder)

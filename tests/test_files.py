@@ -1,9 +1,11 @@
 """One atomic write: the old content or the new one, nothing between, whatever ends the writer."""
+import contextlib
 import errno
 import os
 import runpy
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -56,6 +58,19 @@ def test_a_writer_that_fails_leaves_the_old_content_and_no_partial_file(tmp_path
     with pytest.raises(OSError, match="No space left"):
         write_file(path, fill)
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("number, passes", [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_a_file_system_that_cannot_flush_a_folder_takes_files(tmp_path, monkeypatch, number, passes):
+    def flush(descriptor, flush=os.fsync):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    with contextlib.nullcontext() if passes else pytest.raises(OSError, match=os.strerror(number)):
+        write_file(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new" and os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
