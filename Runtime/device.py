@@ -69,7 +69,7 @@ def checked(device, name):
     try:
         torch.ones(1, device=device)
     except RuntimeError as error:
-        if "no kernel image" not in str(error):
+        if not any(phrase in str(error) for phrase in ("no kernel image", "invalid device function")):  # NVIDIA, AMD
             raise
         sentence = f"this build of torch has no code for {device} ({first_line(error)})"
         if name != "auto":

@@ -140,9 +140,11 @@ def test_a_torch_without_distributed_has_devices(monkeypatch):
     assert pick_device("auto").type in ("cpu", "cuda")
 
 
-def test_a_gpu_that_torch_has_no_code_for_is_left_to_the_cpu(monkeypatch, capsys):
+@pytest.mark.parametrize("message", ["CUDA error: no kernel image is available for execution on the device\nmore",
+                                     "HIP error: invalid device function\nmore"])
+def test_a_gpu_that_torch_has_no_code_for_is_left_to_the_cpu(monkeypatch, capsys, message):
     def refuse(*given, **more):
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
+        raise RuntimeError(message)
     monkeypatch.setattr(torch, "ones", refuse)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
