@@ -193,7 +193,8 @@ def _integrate(velocity):
 
 def main():
     """Command line of the module."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.synthetic", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.synthetic", description="Write synthetic "
+                                     "anatomy with labels, in 2D or 3D, as a data set.")
     parser.add_argument("--out", required=True, help="folder to write to (Decathlon layout)")
     parser.add_argument("--count", type=int, required=True, help="number of subjects")
     parser.add_argument("--first-seed", type=int, default=0, help="seed and number of the first subject (default 0)")

@@ -65,8 +65,8 @@ def shared_counter(what):
 
 @contextlib.contextmanager
 def starts_processes(what):
-    """Around what starts processes and threads, or makes semaphores, which Linux keeps in /dev/shm: an error is not one
-    of the results folder."""
+    """Context for starting processes and threads, and for making semaphores, which Linux keeps in /dev/shm: an OSError
+    becomes an InputError about those, not about the results folder."""
     try:
         yield
     except (OSError, RuntimeError) as error:

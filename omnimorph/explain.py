@@ -1,12 +1,14 @@
-"""Explain a message: python -m omnimorph.explain "pasted text", or python -m omnimorph.explain < a log.
-
-Prints the rows of docs/messages.md that match, the closest first, and OmniMorph's own error messages in the text, with
-the file that raises them. Exit code 0 if something fits, 1 if nothing does, 43 if there is no text.
-"""
+"""The rows of docs/messages.md that fit a message, and OmniMorph's own error messages in it."""
 import ast
 import re
 import sys
 from pathlib import Path
+
+USAGE = """Explain a message: python -m omnimorph.explain "pasted text", or python -m omnimorph.explain < a log.
+
+Prints the rows of docs/messages.md that match, the closest first, and OmniMorph's own error messages in the text, with
+the file that raises them. Exit code 0 if something fits, 1 if nothing does, 43 if there is no text.
+"""
 
 HERE = Path(__file__).resolve().parent
 # In a checkout the code is beside this package; after `pip install` it is inside.
@@ -99,9 +101,9 @@ def _in_order(pieces, line):
 def main():
     arguments = sys.argv[1:]
     if arguments and arguments[0] in ("-h", "--help"):
-        print(__doc__.strip())
+        print(USAGE.strip())
         return 0
-    if not arguments and sys.stdin.isatty():
+    if not arguments and (sys.stdin is None or sys.stdin.isatty()):
         print("error: no text: paste the message in quotes, or redirect a log (< FILE).", file=sys.stderr)
         return 43
     text = " ".join(arguments) or sys.stdin.buffer.read().decode(errors="replace")

@@ -97,11 +97,12 @@ def test_a_log_is_read_from_standard_input(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments, text, code", [
-    ((), "nothing that any program says", 1), ((), "  \n", 43), (("--help",), None, 0),
+    ((), "nothing that any program says", 1), ((), "  \n", 43), ((), None, 43), (("--help",), None, 0),
     (("Stale", "file", "handle"), None, 0)])
 def test_exit_codes_and_one_sentence(arguments, text, code, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["explain", *arguments])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((text or "").encode())))
+    # Standard input is None where it is closed.
+    monkeypatch.setattr(sys, "stdin", None if text is None else io.TextIOWrapper(io.BytesIO(text.encode())))
     assert explain.main() == code
     said = capsys.readouterr()
     assert (said.err.startswith("error: ") and said.err.count("\n") == 1 and not said.out) if code == 43 else (
