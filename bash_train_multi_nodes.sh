@@ -40,6 +40,8 @@
 # keeps its samples (Runtime/global_batch.py).
 #
 # Paths are relative to the repository's folder; --config and --init-from may also be relative to the current one.
+if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi  # started as `sh FILE`
+set +o posix  # where sh is a bash, it reads less than as bash
 set -u
 unset CDPATH PYTHONSAFEPATH  # a user's: cd would go elsewhere, and Python would not find our modules
 if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then  # below, an empty array is an unset variable

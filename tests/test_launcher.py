@@ -247,8 +247,9 @@ def test_an_answer_larger_than_a_pipe_keeps_nobody_waiting(tmp_path):
     assert ended(tmp_path) == ["done"]
 
 
-def test_help_is_a_text_and_starts_nothing(tmp_path):
-    done = launching.run(["bash", LAUNCHER, "--help"], cwd=tmp_path, timeout=20)
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_help_is_a_text_and_starts_nothing(tmp_path, shell):
+    done = launching.run([shell, LAUNCHER, "--help"], cwd=tmp_path, timeout=20)
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.startswith("Train until it is done") and "PREFLIGHT_SECONDS" in done.stdout
     assert not list(tmp_path.iterdir()), "no log"
