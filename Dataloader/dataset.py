@@ -183,7 +183,11 @@ def require_room_for_workers(cfg):
     """
     if not workers_of(cfg):
         return
-    folder = tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise InputError(f"loader workers need a temporary folder for their sockets ({error.strerror}): export TMPDIR "
+                         "with a writable one, or set data.num_workers to 0.") from error
     if len(folder) > MOST_SOCKET_PATH - len("/pymp-12345678/listener-12345678"):
         raise InputError(f"TMPDIR is {folder}, too long a path for the sockets of loader workers: export TMPDIR=/tmp, "
                          "or set data.num_workers to 0.")

@@ -281,11 +281,13 @@ def test_other_conditions():
 
 
 @pytest.mark.parametrize("folder, batch, said", [
-    ("t" * 130, 1, "TMPDIR is .*too long a path"), ("t", 10 ** 9, "MiB free")])
+    ("t" * 130, 1, "TMPDIR is .*too long a path"), ("t", 10 ** 9, "MiB free"),
+    pytest.param("/proc", 1, "No usable temporary directory .*export TMPDIR", id="nobody can write there")])
 def test_workers_that_could_not_hand_over_a_batch_are_refused(data, tmp_path, monkeypatch, folder, batch, said):
     """torch's feeder thread would fail with no word, and the training wait until its deadline."""
-    (tmp_path / folder).mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / folder))
+    (tmp_path / folder).mkdir(exist_ok=True)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(tmp_path / folder)])
     cfg = config(data, data__in_memory="false", data__num_workers=1, data__batchsize=batch)
     with pytest.raises(InputError, match=said):
         read_datasets(cfg)
