@@ -1,4 +1,4 @@
-"""What pages say since a review found it missing or wrong, the page of promises, and the table of findings."""
+"""What pages say since a review found it missing or wrong, and the page of promises."""
 import os
 import re
 import subprocess
@@ -14,7 +14,6 @@ from Report.run_logs import read_run
 from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
-from tests import findings
 from tests.faults.common import until
 from tests.tiny import QUICK, ROOT, arguments, make_data, options
 
@@ -109,13 +108,3 @@ def test_every_promise_has_a_command_that_exists():
         assert all((ROOT / file).exists() for file in files), f"{number}: {commands}"
         titles = re.findall(r'"([^"]+)"', commands) if "run_matrix" in commands else []
         assert all(f'"{title}"' in matrix for title in titles), f"{number}: {titles}"
-
-
-def test_the_table_of_findings_has_every_entry_once_and_names_real_tests():
-    ours = [entry for entry in findings.all_entries() if findings.issue_of(entry) == 48]
-    for entry in ours:
-        tables = (findings.MENDED, findings.NO_FAULT, findings.GONE, findings.OPEN)
-        homes = [table for table in tables if entry in table]
-        assert len(homes) == 1, f"{entry} stands in {len(homes)} tables"
-    missing = {entry: findings.missing_tests(entry) for entry in findings.MENDED}
-    assert not any(missing.values()), {entry: names for entry, names in missing.items() if names}
