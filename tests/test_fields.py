@@ -6,7 +6,6 @@ import pytest
 import torch
 from scipy.ndimage import map_coordinates
 
-from Diffusion.diffuser import draw_velocity, middle
 from Diffusion.fields import (
     affine_field,
     compose,
@@ -59,14 +58,6 @@ def relative(x, exact):
     return float((x - exact).norm() / exact.norm())
 
 
-def moved_particles(field, points, count):
-    """points: (N, P) float64 starts. Their displacement after `count` steps of x <- x + field(x), by scipy."""
-    x = points.copy()
-    for _ in range(count):
-        x += np.stack([map_coordinates(channel, x, order=1, mode="nearest") for channel in field])
-    return x - points
-
-
 def test_zero_field_is_the_identity(size):
     image, zero = noise_image(size, 2, 3), torch.zeros(2, len(size), *size)
     field = smooth_field(size, 2.0, 2)
@@ -117,6 +108,12 @@ def test_compose_of_affine_maps_is_exact(size):
     assert torch.allclose(inside(result, 5), inside(affine_field(product, size), 5), rtol=0, atol=1e-4)
 
 
+def test_a_field_continues_beyond_its_border(size):
+    shift = torch.ones(1, len(size), *size)
+    assert torch.allclose(compose(3 * shift, -2 * shift), shift, rtol=0, atol=1e-5)
+    assert torch.allclose(integrate_velocity(shift, [13]), 13 * shift, rtol=0, atol=1e-4)
+
+
 def test_jacobian_of_an_affine_is_its_determinant(size):
     matrix = affine_matrix(len(size))
     expected = torch.linalg.det(matrix[0, :, :-1])
@@ -165,23 +162,6 @@ def test_warp_reads_an_image_of_another_size_at_an_origin(size):
     assert torch.allclose(warp(image, field, origin=origin), warp(image, full)[where], rtol=0, atol=2e-5)
 
 
-def test_warp_agrees_with_scipy(size):
-    image, field = noise_image(size, 2, 2), smooth_field(size, 2.5, 2, seed=4)
-    ours = warp(image, field)
-    for sample in range(2):
-        points = (identity(size)[0] + field[sample]).double().numpy()
-        valid = np.all([(p > 0) & (p < n - 1) for p, n in zip(points, size)], axis=0)
-        assert valid.mean() > 0.5
-        for channel in range(2):
-            reference = map_coordinates(image[sample, channel].double().numpy(), points, order=1)
-            assert np.abs(ours[sample, channel].numpy() - reference)[valid].max() < 3e-5
-
-
-def sitk_vectors(sitk, field):
-    """(1, N, *size) in voxels to an ITK vector image: ITK counts the axes of a numpy array from the last."""
-    return sitk.GetImageFromArray(field[0].movedim(0, -1).flip(-1).double().numpy(), isVector=True)
-
-
 @pytest.mark.parametrize("padding, mode", [("zeros", "grid-constant"), ("border", "nearest")])
 def test_resample_agrees_with_scipy_on_a_grid_of_another_size(size, padding, mode):
     volumes, dims, other = noise_image(size, batch=2), len(size), tuple(n + 5 for n in size)
@@ -194,41 +174,14 @@ def test_resample_agrees_with_scipy_on_a_grid_of_another_size(size, padding, mod
         assert np.abs(resampled[0].numpy() - expected).max() < 2e-4
 
 
-def test_compose_agrees_with_simpleitk(size):
-    sitk = pytest.importorskip("SimpleITK")
-    first, then = smooth_field(size, 2.0, seed=6), smooth_field(size, 1.5, seed=7)
-    # ITK applies the transform that was added last to the points first, as compose does with `then`.
-    both = sitk.CompositeTransform([sitk.DisplacementFieldTransform(sitk_vectors(sitk, f)) for f in (first, then)])
-    reference = sitk.GetArrayFromImage(sitk.TransformToDisplacementField(both, sitk.sitkVectorFloat64, size[::-1]))
-    reference = torch.from_numpy(reference).flip(-1).movedim(-1, 0)[None].float()
-    assert torch.allclose(inside(compose(first, then), 3), inside(reference, 3), rtol=0, atol=5e-5)
-
-
-def step_by_step(field, count):
-    result = torch.zeros_like(field)
-    for _ in range(count):
-        result = compose(result, field)
-    return result
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 13])
-def test_integrate_velocity_agrees_with_step_by_step(size, count):
-    field = smooth_field(size, 0.3, 2, seed=8)
-    ours, reference = integrate_velocity(field, [count, count]), step_by_step(field, count)
-    if count < 2:
-        assert torch.allclose(ours, field * count, rtol=0, atol=1e-5)
-    else:
-        assert relative(ours, reference) < 0.02
-        assert relative(field * count, reference) > 0.5 * relative(ours, reference)
-
-
-def test_integrate_velocity_of_an_affine_is_the_power_of_its_matrix(size):
+def test_integrate_velocity_of_an_affine_is_the_power_of_its_matrix(size, count):
     dims = len(size)
     matrix = torch.eye(dims, dims + 1)[None].clone()
     matrix[0, :, :dims] += 0.1 * (affine_matrix(dims)[0, :, :dims] - torch.eye(dims))
     power = matrix.clone()
-    power[0, :, :dims] = torch.linalg.matrix_power(matrix[0, :, :dims], 13)
-    result = integrate_velocity(affine_field(matrix, size), [13])
+    power[0, :, :dims] = torch.linalg.matrix_power(matrix[0, :, :dims], count)
+    result = integrate_velocity(affine_field(matrix, size), [count])
     assert torch.allclose(inside(result, 7), inside(affine_field(power, size), 7), rtol=0, atol=1e-3)
 
 
@@ -248,20 +201,6 @@ def test_integrate_velocity_on_a_region_equals_the_crop_of_the_whole(size):
     part = integrate_velocity(field, counts, region)
     assert part.shape == (2, len(size), *[r.stop - r.start for r in region])
     assert torch.allclose(part, integrate_velocity(field, counts)[(..., *region)], rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("dims, grids, v_scale", [(2, [8, 16, 32, 64], 4e-5), (3, [4, 8, 16, 32], 8e-5)])
-def test_integrate_velocity_is_closer_to_particle_trajectories_than_step_by_step(dims, grids, v_scale):
-    velocity = draw_velocity([(1, 0, 0)], "velocity", dims, grids, v_scale)
-    region = middle(grids[-1], dims)
-    starts = np.stack(np.mgrid[tuple(region)]).reshape(dims, -1).astype(np.float64)
-    exact = moved_particles(velocity[0].double().numpy(), starts, 195)
-    exact = torch.from_numpy(exact).view(1, dims, *[r.stop - r.start for r in region]).float()
-    ours = relative(integrate_velocity(velocity, [195], region), exact)
-    plain = relative(step_by_step(velocity, 195)[(..., *region)], exact)
-    assert exact.abs().max() > 1.0
-    assert ours < 0.1
-    assert ours < 0.7 * plain
 
 
 def test_resize_field_keeps_an_affine_map(size):
