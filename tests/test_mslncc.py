@@ -61,15 +61,6 @@ def test_identical_and_inverted_images(size):
     assert float(local_correlation(a, -a, squared=True)) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_slowly_varying_gain_and_offset_do_not_matter():
-    a, b = pair((200, 220), 1)
-    slope = torch.linspace(0.0, 1.0, 220)
-    changed = (1.0 + slope) * b + 0.5 * slope
-    value = float(local_correlation(a, b, window=3))
-    assert value < 0.95
-    assert float(local_correlation(a, changed, window=3)) == pytest.approx(value, abs=0.002)
-
-
 def test_flat_images_are_not_alike_and_have_a_finite_gradient(size):
     big = [4 * n for n in size] if len(size) == 2 else [2 * n for n in size]
     textured, _ = pair(big, 1)
@@ -87,14 +78,6 @@ def test_flat_images_are_not_alike_and_have_a_finite_gradient(size):
 
 def with_frame(image, width, value=0.0):
     return F.pad(image, [width] * (2 * (image.dim() - 2)), value=value)
-
-
-@pytest.mark.parametrize("squared", [True, False])
-def test_unrelated_noise_is_not_alike(squared):
-    numbers = torch.Generator().manual_seed(3)
-    a, b = torch.rand(2, 1, 1, 40, 36, 32, generator=numbers)
-    for window in (5, 9):
-        assert abs(float(local_correlation(a, b, window, squared))) < 1.5 / window ** 3 + 0.01
 
 
 @pytest.mark.parametrize("squared", [True, False])
