@@ -1,5 +1,4 @@
 """Configuration: every key explained, checked and converted; every error one sentence with the nearest key."""
-import contextlib
 import math
 import re
 
@@ -56,13 +55,6 @@ def test_the_production_config_has_the_recipe_of_the_small_ones():
     assert om["data.expect_samples"] == 0
 
 
-@pytest.mark.parametrize("scales, fits", [(8, True), (9, False), (2 ** 53 + 1, False)])
-def test_an_image_is_halved_no_more_often_than_it_can_be(scales, fits):
-    refused = pytest.raises(InputError, match=f"cannot be halved for registration.scales {scales}")
-    with contextlib.nullcontext() if fits else refused:
-        assert load_config(OM, [f"registration.scales={scales}"])["registration.scales"] == scales
-
-
 @pytest.mark.parametrize("name, base", [
     *[(name, "config_om.yaml") for name in ("config_medium", "config_hippocampus", "config_demo", "config_universal",
                                             "config_cmr")], ("config_lung_ct", "config_cmr.yaml")])
@@ -107,16 +99,6 @@ def test_a_base_is_looked_for_beside_the_file_and_then_in_config(tmp_path):
     assert load_config(tmp_path / "mine.yaml")["model.rec_num"] == 7
 
 
-@pytest.mark.parametrize("base, words", [
-    ("config_on.yaml", ["mine.yaml", "no config", "config_on.yaml"]), ("[a, b]", ["mine.yaml", "base", "path"]),
-    ("mine.yaml", ["mine.yaml", "leads back"]),
-])
-def test_a_base_that_cannot_be_used_is_one_sentence(tmp_path, base, words):
-    (tmp_path / "mine.yaml").write_text(f"base: {base}\n")
-    said = refusal(tmp_path / "mine.yaml")
-    assert all(word in said for word in words), said
-
-
 def test_every_key_is_explained_with_default_unit_and_allowed_values():
     section, explained = None, {}
     for line in OM.read_text().splitlines():
@@ -140,7 +122,9 @@ def test_every_key_is_explained_with_default_unit_and_allowed_values():
     ("data.train_ids=", ""), ("data.img_size=96", [96, 96, 96]), ("data.img_size=[64, 80, 96]", [64, 80, 96]),
     ("data.root=/a=b", "/a=b"), ("registration.squared=false", False), ("run.checksum_every=0", 0),
     ("data.window=[-1000, 500]", [-1000.0, 500.0]), ("run.notify=a: b", "a: b"),
-    ("run.notify=echo \"$A: $B\" >> told", 'echo "$A: $B" >> told')])
+    ("run.notify=echo \"$A: $B\" >> told", 'echo "$A: $B" >> told'), ("registration.scales=8", 8),
+    ("run.strategy=zero1", "zero1"), ("run.strategy=fsdp", "fsdp"), ("run.refresh_process_group_every=1", 1),
+    ("run.bf16_sums=true", True)])
 def test_overrides_are_converted(override, value):
     found = load_config(OM, [override])[override.partition("=")[0]]
     assert found == value and type(found) is type(value)
@@ -188,9 +172,16 @@ def test_an_option_takes_several_overrides(program):
     ("run.backend_timeout_s=1e10", ["run.backend_timeout_s", "between 10 and"]),
     ("run.seed=18446744073709551616", ["run.seed", "between 0 and"]),  # no generator of torch takes it
     ("run.strategy=zero2", ["run.strategy must be one of ddp, zero1, fsdp, not 'zero2'"]),
+    # Values that do not go together.
+    ("registration.scales=9", ["cannot be halved for registration.scales 9"]),
+    (f"registration.scales={2 ** 53 + 1}", [f"cannot be halved for registration.scales {2 ** 53 + 1}"]),
+    ("model.channels=[16, 32] --set model.field_stride=2", ["needs at least 3 levels with model.field_stride 2"]),
+    ("run.exact_sums=true --set run.bf16_sums=true", ["run.exact_sums and run.bf16_sums are both true"]),
+    *((f"run.strategy={name} --set run.refresh_process_group_every=1",
+       [f"run.refresh_process_group_every needs run.strategy ddp, not {name}"]) for name in ("zero1", "fsdp")),
 ])
 def test_bad_values_are_one_sentence(override, words):
-    said = refusal(OM, [override])
+    said = refusal(OM, override.split(" --set "))
     assert all(word in said for word in words) and "\n" not in said, said
 
 
@@ -199,25 +190,6 @@ def test_the_grids_that_the_refusal_of_others_suggests_are_accepted(side):
     words = ["registration.scales=1", f"data.img_size={side}"]
     grids = re.search(r"diffusion.grids ends with 64.* for example (\[.*\])", refusal(OM, words))[1]
     assert load_config(OM, [*words, f"diffusion.grids={grids}"])["diffusion.grids"][-1] <= side
-
-
-def test_a_field_at_half_resolution_needs_a_third_level():
-    with pytest.raises(InputError, match="model.channels needs at least 3 levels with model.field_stride 2"):
-        load_config(OM, ["model.channels=[16, 32]", "model.field_stride=2"])
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_only_ddp_makes_its_communicator_anew(strategy):
-    assert load_config(OM, ["run.refresh_process_group_every=1"])["run.strategy"] == "ddp"
-    assert load_config(OM, [f"run.strategy={strategy}"])["run.strategy"] == strategy
-    with pytest.raises(InputError, match=f"run.refresh_process_group_every needs run.strategy ddp, not {strategy}"):
-        load_config(OM, [f"run.strategy={strategy}", "run.refresh_process_group_every=1"])
-
-
-def test_sums_cannot_be_exact_and_in_bf16():
-    said = refusal(OM, ["run.exact_sums=true", "run.bf16_sums=true"])
-    assert "run.exact_sums and run.bf16_sums are both true" in said
-    assert load_config(OM, ["run.bf16_sums=true"])["run.exact_sums"] == "auto"
 
 
 def test_the_table_of_keys_says_type_and_limits():
@@ -254,6 +226,8 @@ def test_a_rule_that_says_no_type_and_limits_is_refused(monkeypatch, line):
      ["not valid YAML", "line 6: optim appears twice"]),
     ("base: config_om.yaml\nrun:\n  epochs: 3\n  epochs: 4\n", ["line 4: epochs appears twice"]),
     ("base: config_om.yaml\nrun.epochs: 3\nrun:\n  epochs: 4\n", ["run.epochs is there twice"]),
+    ("base: config_on.yaml", ["no config", "config_on.yaml"]), ("base: [a, b]", ["base", "path"]),
+    ("base: bad.yaml", ["leads back"]),
 ])
 def test_bad_files_are_one_sentence(tmp_path, content, words):
     path = tmp_path / "bad.yaml"
