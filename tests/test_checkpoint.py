@@ -200,11 +200,6 @@ def run(tmp_path):
     return run_folder({"run.models": tmp_path / "Models", "data.name": "all", "model.name": "net"})
 
 
-def test_names():
-    assert checkpoint.epoch_name(36, "all", "om_net") == "000036_all_om_net.pth"
-    assert checkpoint.step_name(4, 20, "all", "om_net") == "tmp/000004_step0020_all_om_net.pth"
-
-
 def test_round_trip_is_bitwise(run):
     state = make_state(seed=7)
     metrics = {"dice": 0.5, "hd95": float("nan")}
