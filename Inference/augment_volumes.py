@@ -123,7 +123,7 @@ def read_items(args, cfg):
                              "and this is one; give them by --data, as a folder with X_0000 and X_0001, or as a list.")
         items = [read_one(args.image, dims)]
         items[0]["label"] = Path(args.label) if args.label else None
-    return cases_of(args.nnunet, items, dims) if args.nnunet else items
+    return cases_of(args.nnunet, items) if args.nnunet else items
 
 
 def read_one(path, dims):

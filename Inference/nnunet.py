@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from Dataloader.datalist import case_and_channel, group_channels, list_file, read_json
-from Dataloader.grids import same_grid
 from Dataloader.nifti import (
     open_nifti,
     placement_doubts,
@@ -35,12 +34,11 @@ LISTS = ("dataset.json", "splits_final.json")
 RECORD = "omnimorph_files.json"  # names of our files in the folder of a data set, in which others may lie too
 
 
-def cases_of(name, items, dims):
-    """The cases of a list of images, grouped by `group_channels` if they are not yet, each with its "modalities".
+def cases_of(name, items):
+    """The cases of a list of images, grouped by `group_channels` unless they already are; "modalities" of the channels.
 
     Images X_0000 and X_0001 with a label each are two cases, and not two channels of one.
-    name: of the data set. Raises InputError for a name that nnU-Net would not find, a case without a label, and a
-    channel on another grid than the first one of its case.
+    name: of the data set. Raises InputError for a name that nnU-Net would not find, and a case without a label.
     """
     if not NAME.fullmatch(name):
         raise InputError(f"--nnunet {name}: nnU-Net needs three digits in the name, such as Dataset501_Brains.")
@@ -58,10 +56,6 @@ def cases_of(name, items, dims):
         if case["label"] is None:
             raise InputError(f"{case['image']}: it has no label, and nnU-Net needs one for every case; leave it out "
                              "with --ids, or leave out --nnunet.")
-        grid = read_header(case["image"], dims)
-        for path in case["channels"]:
-            if not same_grid(*grid, *read_header(path, dims)):
-                raise InputError(f"{path}: the channel is on another grid than {case['image']}; resample it.")
     words = {item["image"]: item["modality"] for item in items}
     return [{**case, "modalities": [words.get(path, "") for path in (case["image"], *case["channels"])]}
             for case in cases]

@@ -116,13 +116,13 @@ def test_numbered_images_with_a_label_each_are_cases_and_no_channels(tmp_path, f
         for folder in ("imagesTr", "labelsTr"):
             write_volume(tmp_path / f"{folder}/sub_{number:04d}.nii.gz", np.eye(4, dtype=np.uint8)[None], np.eye(4))
     items = read_datalist(tmp_path)
-    cases = cases_of(NAME, items, 3)
+    cases = cases_of(NAME, items)
     assert [(case["id"], case["channels"]) for case in cases] == [
         (f"sub_{number:04d}", []) for number in range(first, first + 3)]
     assert [case["label"] for case in cases] == [item["label"] for item in items]
     (tmp_path / "labelsTr/sub_0002.nii.gz").unlink()
     with refused("sub_0002.nii.gz", "it has no label"):
-        cases_of(NAME, [{**item, "label": item["label"] if item["label"].exists() else None} for item in items], 3)
+        cases_of(NAME, [{**item, "label": item["label"] if item["label"].exists() else None} for item in items])
 
 
 def test_what_other_programs_may_place_elsewhere_is_written_anew_and_the_rest_copied(tmp_path):
@@ -175,7 +175,7 @@ def test_two_cases_of_one_name_are_refused_and_none_takes_the_place_of_the_other
     (tmp_path / "list.csv").write_text("image,label,id\n" + "".join(
         f"{folder}/c_1_0000.nii.gz,c_1_seg.nii.gz,{folder}\n" for folder in ("raw", "n4")))
     with refused("--nnunet Dataset501_Brains", "two cases would be called c_1; rename a file"):
-        cases_of(NAME, read_datalist(tmp_path / "list.csv"), 3)
+        cases_of(NAME, read_datalist(tmp_path / "list.csv"))
 
 
 def call(capsys, *words):
@@ -235,14 +235,12 @@ def test_only_files_of_an_earlier_run_are_replaced(tmp_path, capsys):
 @pytest.mark.parametrize("name, spoil, sentence", [
     ("Brains", None, "nnU-Net needs three digits in the name"),
     (NAME, "imagesTr/b_001_0001.nii.gz", "the case b_001 has 1 of 2 channels (b_001_0000."),
-    (NAME, "labelsTr/b_002.nii.gz", "has no label"), (NAME, "grid", "the channel is on another grid than"),
+    (NAME, "labelsTr/b_002.nii.gz", "has no label"),
     (NAME, "name", "a copy would get the name of the volume b_001_draw00; rename the volume")])
 def test_what_nnunet_would_refuse_is_refused_before_anything_is_drawn(tmp_path, capsys, name, spoil, sentence):
     for number in (1, 2):
         write_case(tmp_path / "data", number)
-    if spoil == "grid":
-        write_volume(tmp_path / "data/imagesTr/b_002_0001.nii.gz", np.random.default_rng(0).random((5, 6, 7)), OBLIQUE)
-    elif spoil == "name":
+    if spoil == "name":
         for channel in range(2):
             path = tmp_path / f"data/imagesTr/b_002_{channel:04d}.nii.gz"
             path.rename(path.with_name(path.name.replace("002", "001_draw00")))
@@ -253,6 +251,24 @@ def test_what_nnunet_would_refuse_is_refused_before_anything_is_drawn(tmp_path, 
     (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows]) + "\n")
     code, error = call(capsys, "--data", tmp_path / "list.csv", "--nnunet", name, "--out", tmp_path / "out")
     assert code == 43 and sentence in error and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("spoil, sentence", [("grid", "the channel is on another grid than"),
+                                             ("header", "b_002_0001.nii.gz: not a readable NIfTI file")])
+def test_a_case_with_an_unusable_channel_is_named_and_the_others_are_done(tmp_path, capsys, spoil, sentence):
+    for number in (1, 2):
+        write_case(tmp_path / "data", number)
+    path = tmp_path / "data/imagesTr/b_002_0001.nii.gz"
+    if spoil == "grid":
+        write_volume(path, np.random.default_rng(0).random((5, 6, 7)), OBLIQUE)
+    else:
+        path.write_bytes(b"no header")
+    content = {"channel_names": {"0": "T1", "1": "T2"}, "labels": {"background": 0}, "file_ending": ".nii.gz"}
+    (tmp_path / "data/dataset.json").write_text(json.dumps(content))
+    code, error = call(capsys, "--data", tmp_path / "data", "--nnunet", NAME, "--draws", 1, "--out", tmp_path / "out")
+    assert code == 43 and sentence in error
+    assert {label.name for label in (tmp_path / "out" / NAME / "labelsTr").iterdir()} == {
+        "b_001.nii.gz", "b_001_draw00.nii.gz"}
 
 
 def test_one_image_and_names_of_a_decathlon_list(tmp_path, capsys, monkeypatch):
@@ -281,7 +297,7 @@ def test_a_ct_is_called_ct_by_which_nnunet_normalises_it(tmp_path, words, window
     (tmp_path / "list.csv").write_text("image,label,modality\n" + "".join(
         f"data/imagesTr/b_00{number}_000{channel}.nii.gz,data/labelsTr/b_00{number}.nii.gz,{word * (not channel)}\n"
         for number, word in zip((1, 2), words) for channel in (0, 1)))
-    cases = cases_of(NAME, read_datalist(tmp_path / "list.csv"), 3)
+    cases = cases_of(NAME, read_datalist(tmp_path / "list.csv"))
     folder = write_dataset(tmp_path, NAME, cases, 0, 3, tmp_path / "list.csv", window)
     assert list(json.loads((folder / "dataset.json").read_text())["channel_names"].values()) == names
 
