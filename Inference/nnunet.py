@@ -97,6 +97,13 @@ def regions_in(data, numbers):
     return {"labels": kept, "regions_class_order": new_order}
 
 
+def numbers_of_regions(data):
+    """All labels in the regions of an nnU-Net list, a set; empty if it has none. data: as for `list_of`."""
+    labels = list_of(data).get("labels", {})
+    regions = labels.values() if isinstance(labels, dict) else []
+    return {int(number) for region in regions if isinstance(region, list) for number in region}
+
+
 def names_in(data):
     """The names of labels and channels in a data set's list: {number: name} twice, empty if it has none.
 
@@ -136,6 +143,10 @@ def write_dataset(out, name, items, draws, dims, data, window=(0, 0)):
         label, _ = read_label(item["label"], dims)
         require_no_negative(label, item["label"])  # of copies that were drawn without --nnunet
         numbers.update(np.unique(label).tolist())
+    label_names, channel_names = names_in(data)
+    named = {0, *label_names, *numbers_of_regions(data)}
+    if numbers <= named == set(range(len(named))):
+        numbers = named  # without gaps already: a label that these volumes lack keeps its number free
     numbers = sorted(map(int, numbers))
     cases = []
     for item in items:
@@ -151,7 +162,6 @@ def write_dataset(out, name, items, draws, dims, data, window=(0, 0)):
         (folder / name).unlink(missing_ok=True)
     for case, images, label, take in cases:
         write_case(folder, case, images, label, numbers, dims, take)
-    label_names, channel_names = names_in(data)
     labels = ["background"]
     for number in numbers[1:]:
         label = label_names.get(number) or f"label_{number}"

@@ -315,6 +315,18 @@ def test_labels_of_one_name_all_stay(tmp_path, names, written):
         "background": 0, **dict(zip(written, (1, 2)))}
 
 
+@pytest.mark.parametrize("named", [{"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}, {"all": [1, 2, 3, 4, 5], "last": [5]}])
+def test_a_named_label_that_no_volume_has_keeps_its_number_free(tmp_path, named):
+    write_case(tmp_path, 1, channels=1)
+    labels = {"background": 0, **named}
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": labels, "regions_class_order": [1, 5]}))
+    item = {"id": "b", "image": tmp_path / "imagesTr/b_001_0000.nii.gz", "label": tmp_path / "labelsTr/b_001.nii.gz",
+            "subject": "b", "channels": []}
+    folder = write_dataset(tmp_path, NAME, [item], 0, 3, tmp_path)
+    assert json.loads((folder / "dataset.json").read_text())["labels"] == labels
+    assert np.unique(read_label(folder / "labelsTr/b.nii.gz")[0]).tolist() == [0, 1, 5]
+
+
 def test_regions_stay_regions(tmp_path):
     """Labels 1 and 5 become 1 and 2; a region of labels that no case has goes, with its place in the order."""
     labels = {"background": 0, "whole": [1, 5], "lost": [3], "core": [5], "ignore": 7}
