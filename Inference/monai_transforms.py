@@ -22,8 +22,9 @@ LIKE_A_SIDE = 16  # more channels than a 2D image usually has
 
 try:
     from monai.transforms import Randomizable as Base  # Compose sets the random state of its instances
+    from monai.transforms import Transform as Step  # CacheDataset keeps the results of its instances
 except ImportError:
-    Base = object
+    Base = Step = object
 
 
 class RandDeformationd(Base):
@@ -37,7 +38,8 @@ class RandDeformationd(Base):
     key as it was trained with.
     cfg: config for diffusion.* and data.* if there is no model; default Config/config_om.yaml.
     field_key: entry that receives the field, (N, *spatial) in voxels, zero if the sample is not deformed.
-    allow_missing_keys: whether entries may be absent. seed: of the random state; None: a different one each time.
+    allow_missing_keys: whether entries may be absent. seed: of the random state; None: a different one each time. In a
+    Compose of MONAI it has no effect: seed that one, by its set_random_state or by set_determinism before it is made.
 
     Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. The entries keep their
     types, dtypes and metadata. Each worker of a DataLoader draws different numbers.
@@ -109,7 +111,7 @@ class RandDeformationd(Base):
                           channels=channels[:cfg["data.channels"] - 1])
 
 
-class Registerd:
+class Registerd(Step):
     """Registers one volume of a dictionary to another, and warps further entries with it.
 
     fixed_key, moving_key: names of the two volumes, arrays or tensors (C, *spatial), each on its own grid. Their first
@@ -168,17 +170,20 @@ class Registerd:
 
 def place(result, key, array, fixed_key, fixed_affine):
     """Replace an entry by an array on the grid of the fixed volume, with the type of the entry."""
-    value, placed = result[key], array
+    value, placed, fixed = result[key], array, result[fixed_key]
+    theirs = getattr(fixed, "meta", None) or result.get(f"{fixed_key}_meta_dict") or {}
+    # SaveImaged resamples to the grid that these two describe, which is that of the moving file so far.
+    grid = {"original_affine": theirs.get("original_affine", fixed_affine),
+            "spatial_shape": theirs.get("spatial_shape", np.array(array.shape[1:]))}
     if isinstance(value, torch.Tensor):
         placed = torch.from_numpy(array).to(value.device, value.dtype)
     if hasattr(value, "meta"):  # a MetaTensor
-        fixed = getattr(result[fixed_key], "affine", torch.from_numpy(fixed_affine))
-        placed = type(value)(placed, affine=fixed, meta={name: word for name, word in value.meta.items()
-                                                         if name != "affine"})
+        placed = type(value)(placed, affine=getattr(fixed, "affine", torch.from_numpy(fixed_affine)), meta={
+            name: word for name, word in {**value.meta, **grid}.items() if name != "affine"})
     result[key] = placed
     meta = result.get(f"{key}_meta_dict")
     if meta is not None:
-        result[f"{key}_meta_dict"] = {**meta, "affine": fixed_affine, "spatial_shape": np.array(array.shape[1:])}
+        result[f"{key}_meta_dict"] = {**meta, **grid, "affine": fixed_affine}
 
 
 def shape_of_entry(data, key):

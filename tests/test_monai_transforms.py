@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import torch
 
+from Dataloader.nifti import read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.networks import build_network
 from Inference.load_model import load_model
@@ -124,3 +125,21 @@ def test_inside_monai(sample):
     np.testing.assert_array_equal(result["moving"][0].numpy(), found.warped)
     np.testing.assert_allclose(result["moving_label"].affine.numpy(), data["fixed_meta_dict"]["affine"])
     assert result["moving_label"].meta["affine"] is not None and result["moving_label"].dtype == torch.uint8
+    cached = monai.data.CacheDataset([metas], Compose([EnsureTyped(list(metas)), transform()]), progress=False)
+    assert cached[0] is cached[0], "registered once, not in each epoch"
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_monai_saves_it_on_the_grid_of_the_fixed_file(sample, tmp_path, steps):
+    pytest.importorskip("monai")
+    from monai.transforms import Compose, EnsureChannelFirstd, LoadImaged, SaveImaged, Spacingd
+    both, data = ["fixed", "moving"], sample[0]
+    for key in both:
+        write_volume(tmp_path / f"{key}.nii.gz", data[key][0], data[f"{key}_meta_dict"]["affine"])
+    Compose([LoadImaged(both), EnsureChannelFirstd(both), *[Spacingd(both, (2, 2, 2))] * steps,
+             Registerd(*both, affine=False, refine=0),
+             SaveImaged("moving", output_dir=tmp_path, output_postfix="registered", separate_folder=False,
+                        resample=True, print_log=False)])({key: tmp_path / f"{key}.nii.gz" for key in both})
+    saved, affine = read_volume(tmp_path / "moving_registered.nii.gz")
+    assert saved.shape == FIXED[0]
+    np.testing.assert_allclose(affine, data["fixed_meta_dict"]["affine"], atol=1e-4)
