@@ -35,7 +35,7 @@ RECORD = "omnimorph_files.json"  # names of our files in the folder of a data se
 
 
 def cases_of(name, items):
-    """The cases of a list of images, grouped by `group_channels` unless they already are; "modalities" of the channels.
+    """The cases of a list of images, grouped by `group_channels` if they are not yet, each with its "modalities".
 
     Images X_0000 and X_0001 with a label each are two cases, and not two channels of one.
     name: of the data set. Raises InputError for a name that nnU-Net would not find, and a case without a label.
