@@ -18,7 +18,7 @@ from Diffusion.embeddings import embed, new_queue
 from Diffusion.fake_device import AliveBytes, DeviceAutocast
 from Diffusion.losses import checked
 from Diffusion.networks import new_network
-from Diffusion.optim import adam_names, local_bytes
+from Diffusion.optim import adam_names, local_bytes, new_gradients
 from Runtime.config import modes_of
 from Runtime.device import pick_device, precision, prepare_device, synchronize
 from Runtime.errors import DONE, InputError, is_out_of_memory
@@ -35,7 +35,7 @@ def count_costs(loss_function, network, alive):
     AliveBytes that was active while network and batch were made.
     Returns: {"flops": floating-point operations of matrix products, convolutions and attention, "kept": bytes of the
     activations that the forward pass keeps for the backward pass, each storage once, "peak": the most bytes alive at
-    once besides the weights: batch, activations and gradients}.
+    once besides the weights: batch, activations and gradients, "batch": those of the batch}.
     """
     weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
     kept = {}
@@ -46,14 +46,15 @@ def count_costs(loss_function, network, alive):
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    alive.peak = alive.now
+    own, alive.peak = local_bytes(network.parameters()), alive.now
+    batch = alive.now - own
     with FlopCounterMode(display=False) as counter:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_function()
         loss.backward()
     network.zero_grad(set_to_none=True)
     return {"flops": counter.get_total_flops(), "kept": sum(kept.values()),
-            "peak": alive.peak - local_bytes(network.parameters())}
+            "peak": alive.peak - own, "batch": batch}
 
 
 def stand_in(cfg, pair_batch, labels):
@@ -69,7 +70,7 @@ def stand_in(cfg, pair_batch, labels):
     t = torch.zeros(batchsize, dtype=torch.long)
     moving, fixed = torch.rand(2, pair_batch, cfg["data.channels"], *size)
     maps = {"moving": moving[:, :1], "fixed": fixed[:, :1]}
-    batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "use_condition": None,
+    batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "use_condition": t == 0,
              "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, image.device),
              "targets": None, "moving": moving, "fixed": fixed, "mask": maps,
              "label": {**maps, "labelled": [(True, True)] * pair_batch, "values": values}}
@@ -96,14 +97,18 @@ def mode_costs(cfg, pair_batch, modes, rules=None, labels=1):
                      for mode in modes_of(cfg, modes)}
 
 
-def step_memory(costs, network, cfg):
+def step_memory(costs, network, cfg, batches=1):
     """Bytes that the step of one rank takes at its peak, without sharding: weights, Adam's moments, average, a mode.
 
     This leaves out the workspace of kernels (a few hundred MiB of cuDNN on a GPU), the allocator's rounding, and the
-    driver's context. costs, network: from `mode_costs`.
+    driver's context. costs, network: from `mode_costs`. batches: most forward passes of a mode in a step; with several,
+    all their batches and the sums of their gradients are kept.
     """
     copies = 1 + 2 * len(adam_names(costs, cfg)) + bool(cfg["optim.average"])
-    return copies * local_bytes(network.parameters()) + max(cost["peak"] for cost in costs.values())
+    if batches > 1:
+        copies += new_gradients(cfg).dtype.itemsize // torch.float32.itemsize
+    return copies * local_bytes(network.parameters()) + max(
+        cost["peak"] + (batches - 1) * cost["batch"] for cost in costs.values())
 
 
 def training_volumes(cfg, inputs):
@@ -209,12 +214,16 @@ def dry_run(cfg, world_size, modes):
     steps = steps_left(cfg, volumes, listed, split, inputs=inputs)
     pairs = epoch_pair_count(cfg, volumes, listed, split) if "pairs" in inputs else 0
     on_cpu = {**cfg, "run.amp": precision(cfg["run.amp"], torch.device("cpu"))}
-    on_device = {**cfg, "run.amp": "bf16" if cfg["run.amp"] == "auto" else cfg["run.amp"]}
+    on_device = {**cfg, "run.amp": "bf16" if cfg["run.amp"] == "auto" else cfg["run.amp"],
+                 "run.exact_sums": cfg["run.exact_sums"] is True}
     net, costs = mode_costs(on_cpu, split.pair_batch, modes, None, labels)
     device_costs = costs
     if on_device["run.amp"] != "off":
         _, device_costs = mode_costs(on_device, split.pair_batch, modes, DeviceAutocast(), labels)
-    memory = {"cuda": step_memory(device_costs, net, cfg), "cpu": step_memory(costs, net, cfg)}
+    batches = max(number for data, number in (("volumes", split.sample_batches), ("pairs", split.pair_batches))
+                  if data in inputs)
+    memory = {"cuda": step_memory(device_costs, net, on_device, batches),
+              "cpu": step_memory(costs, net, on_cpu, batches)}
     memory["xpu"] = memory["cuda"]  # the same rules
     parameters = sum(p.numel() for p in net.parameters())
     print(f"{cfg['model.name']}: {parameters / 1e6:.1f} M parameters, {size} voxels, batch {cfg['data.batchsize']}, "
@@ -224,8 +233,8 @@ def dry_run(cfg, world_size, modes):
               f"{device_costs[mode]['kept'] / 2 ** 30:6.2f} GiB on a GPU")
     print(f"memory of a step at its peak: about {memory['cuda'] / 2 ** 30:.1f} GiB on a GPU (CUDA, ROCm or XPU, "
           f"{on_device['run.amp']}), {memory['cpu'] / 2 ** 30:.1f} on a CPU ({on_cpu['run.amp']}): "
-          f"{(memory['cpu'] - max(cost['peak'] for cost in costs.values())) / 2 ** 30:.1f} for weights, moments and "
-          "averages, the rest for the largest mode")
+          f"{(memory['cpu'] - max(cost['peak'] for cost in costs.values())) / 2 ** 30:.1f} for weights, moments, "
+          f"averages{', gradient sums and all batches' * (batches > 1)}, the rest for the largest mode")
     each = f" x {split.sample_batches} batches, one after another" * (split.sample_batches > 1)
     batch = f"effective batch {split.samples} (ranks: {world_size}{each})"
     if volumes:

@@ -14,9 +14,10 @@ import OM_train_3modes as om
 from Diffusion import cost, losses
 from Diffusion.cost import count_costs, fit_text, mode_costs, step_memory, step_seconds, this_machine, training_volumes
 from Diffusion.fake_device import AliveBytes
+from Diffusion.optim import local_bytes
 from Runtime.errors import InputError
 from Runtime.global_batch import split_step
-from tests.tiny import ROOT, arguments, config, make_data
+from tests.tiny import QUICK, ROOT, arguments, begin, config, first_batches, make_data
 
 
 def test_costs_of_a_linear_layer_are_those_counted_by_hand():
@@ -31,7 +32,30 @@ def test_costs_of_a_linear_layer_are_those_counted_by_hand():
     assert 4 * (batch + 2 * output) <= costs["peak"] <= 4 * (batch + 3 * output + weights)
     for average, moments, copies in ((0.0, "shared", 3), (0.9, "shared", 4), (0.0, "per_mode", 5)):
         cfg = {"optim.average": average, "optim.moments": moments}
-        assert step_memory({"one": costs, "other": costs}, layer, cfg) == copies * 4 * weights + costs["peak"]
+        both = {"one": costs, "other": costs}
+        assert step_memory(both, layer, cfg) == copies * 4 * weights + costs["peak"]
+        for exact, wide in (("auto", 2), (False, 1)):  # gradients of several batches are summed, on a CPU in float64
+            counted = step_memory(both, layer, {**cfg, "run.exact_sums": exact, "run.bf16_sums": False}, 3)
+            assert counted == (copies + wide) * 4 * weights + costs["peak"] + 2 * 4 * batch
+
+
+@pytest.mark.parametrize("changes", [{}, {"data__batchsize": 1, "data__global_batchsize": 6}], ids=["one", "six"])
+def test_a_step_takes_the_memory_that_is_counted(tmp_path, changes):
+    """With weights that are not small beside the activations, so that the sums of gradients show."""
+    make_data(tmp_path, size=8)
+    cfg = config(tmp_path, **{**QUICK, "model__attention_width": 64, "optim__average": 0, **changes})
+    run = begin(cfg)
+    volumes, pairs = first_batches(run)
+    net, costs = mode_costs(cfg, run.split.pair_batch, om.MODES)
+    om.train_step(run, volumes, pairs)  # after which there are moments
+    with AliveBytes() as alive:
+        om.train_step(run, volumes, pairs)
+    counted = step_memory(costs, net, cfg, run.split.sample_batches)
+    assert 3 * local_bytes(run.net.parameters()) + alive.peak == pytest.approx(counted, rel=0.15)
+    batch = om.volume_batches(run, volumes)[0]  # with all that one of noise must have, too
+    with AliveBytes() as alive:
+        real = count_costs(lambda: om.step_diffusion(run.model, batch, run.cfg)[0], run.net, alive)
+    assert real["kept"] == pytest.approx(costs["diffusion"]["kept"], rel=0.005)
 
 
 def test_fake_costs_are_real_costs():
