@@ -32,6 +32,7 @@ NAME = re.compile(r"Dataset\d{3}_[\w-]+")
 FOLDS = 5
 LISTS = ("dataset.json", "splits_final.json")
 RECORD = "omnimorph_files.json"  # names of our files in the folder of a data set, in which others may lie too
+RECORDED = re.compile(r"(?:imagesTr|labelsTr)/[^/\\]+\.nii\.gz|dataset\.json|splits_final\.json")  # a name in it
 
 
 def cases_of(name, items):
@@ -81,16 +82,25 @@ def regions_in(data, numbers):
 
     data: as for `list_of`. numbers: of all labels, which become 0, 1, 2 ... A region that loses all its labels is
     dropped. Returns: {"labels", "regions_class_order"}, entries of dataset.json; empty if the list has no regions.
+    Raises InputError for labels that are no whole numbers.
     """
     content = list_of(data)
-    labels, order = content.get("labels", {}), list(content.get("regions_class_order") or [])
+    labels, order = content.get("labels", {}), content.get("regions_class_order") or []
     if not isinstance(labels, dict) or not any(isinstance(value, list) for value in labels.values()):
         return {}
+    try:
+        return _regions_of(labels, list(map(int, order)), numbers)
+    except (TypeError, ValueError):
+        raise InputError(f"{list_file(Path(data))}: its labels {labels} and regions_class_order {order} must be whole "
+                         "numbers, or lists of them; correct them.") from None
+
+
+def _regions_of(labels, order, numbers):
     new, kept, new_order = {int(number): place for place, number in enumerate(numbers)}, {}, []
     for name, value in labels.items():
         left = [new[int(number)] for number in (value if isinstance(value, list) else [value]) if int(number) in new]
         is_region = name != "ignore" and left != [0] and value not in (0, [0])
-        paints = new.get(int(order.pop(0)), left[-1] if left else 0) if is_region and order else None
+        paints = new.get(order.pop(0), left[-1] if left else 0) if is_region and order else None
         if left:
             kept[name] = left if isinstance(value, list) else left[0]
             new_order += [] if paints is None else [paints]
@@ -178,8 +188,12 @@ def write_dataset(out, name, items, draws, dims, data, window=(0, 0)):
 
 
 def own_files(folder):
-    """Names of the files that an earlier run wrote into the folder of a data set, relative to it: a set."""
-    return set(read_json(folder / RECORD)) if (folder / RECORD).is_file() else set()
+    """Names of the files that an earlier run wrote into the folder of a data set, relative to it: a set.
+
+    They will be removed, so names that no run has written, such as one that leads out of the folder, do not count.
+    """
+    names = read_json(folder / RECORD) if (folder / RECORD).is_file() else []
+    return {name for name in names if RECORDED.fullmatch(str(name))} if isinstance(names, list) else set()
 
 
 def write_record(folder, names):

@@ -14,7 +14,7 @@ from Dataloader.nifti import read_field, read_header, read_label, read_volume, w
 from Dataloader.synthetic import make_subject
 from Inference.augmentation import deform
 from Inference.draws import draw_name
-from Inference.nnunet import cases_of, names_in, regions_in, splits, write_dataset
+from Inference.nnunet import RECORD, cases_of, names_in, regions_in, splits, write_dataset
 from tests.test_nifti import OBLIQUE, make_affine, refused
 from tests.test_om_augment import WORDS
 
@@ -350,6 +350,30 @@ def test_the_written_data_set_has_the_regions(tmp_path, capsys):
     written = json.loads((tmp_path / "out" / NAME / "dataset.json").read_text())
     assert written["labels"] == {"background": 0, "whole": [1, 2], "core": 2}
     assert written["regions_class_order"] == [1, 2]
+
+
+@pytest.mark.parametrize("recorded", [
+    ["../mine.txt", "notes.txt", "imagesTr/../../mine.txt", 5, "imagesTr/b_009_0000.nii.gz"], {"../mine.txt": 1}, 5])
+def test_a_record_of_others_names_no_file_that_may_be_removed(tmp_path, recorded):
+    write_case(tmp_path, 1, channels=1)
+    item = {"id": "b", "image": tmp_path / "imagesTr/b_001_0000.nii.gz", "label": tmp_path / "labelsTr/b_001.nii.gz",
+            "subject": "b", "channels": []}
+    mine = [tmp_path / "mine.txt", tmp_path / NAME / "notes.txt"]
+    old = write_dataset(tmp_path, NAME, [item], 0, 3, None) / "imagesTr/b_009_0000.nii.gz"
+    for path in (*mine, old):
+        path.write_text("kept")
+    named = json.dumps([*recorded, str(mine[0])] if isinstance(recorded, list) else recorded)
+    (tmp_path / NAME / RECORD).write_text(named)
+    write_dataset(tmp_path, NAME, [item], 0, 3, None)
+    assert all(path.read_text() == "kept" for path in mine) and old.exists() == (not isinstance(recorded, list))
+
+
+@pytest.mark.parametrize("labels, order", [({"whole": [1, "x"]}, [1]), ({"whole": [1, None]}, [1]), ({"whole": [1]}, 5),
+                                           ({"whole": [1]}, ["a"]), ({"whole": [1], "core": {}}, [1, 5])])
+def test_regions_that_are_no_numbers_are_one_sentence(tmp_path, labels, order):
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": labels, "regions_class_order": order}))
+    with refused("dataset.json", "must be whole numbers"):
+        regions_in(tmp_path, [0, 1, 5])
 
 
 def test_an_nnunet_list_that_is_broken_is_one_sentence(tmp_path):
