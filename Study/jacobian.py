@@ -28,6 +28,7 @@ from Inference.verdict import VERDICTS, judge
 from Report.page import table_html
 from Runtime.device import pick_device
 from Runtime.errors import InputError
+from Runtime.files import unfit_for_a_file
 from Study import common
 from Study.template import LABEL, in_voxels, log_matrix, logarithm
 from Study.thumbnails import gallery_html, thumbnail
@@ -82,6 +83,9 @@ def of_results(args):
     if not rows:
         raise InputError(f"{args.results}: the folder has no results of a template or of OM_register.py; give a "
                          "folder that has.")
+    if strange := next((row["name"] for row in rows if unfit_for_a_file(row["name"])), None):  # maps go to OUT/name
+        raise InputError(f"{args.results}: its results.json names the subject {strange}, and no folder can have that "
+                         "name; register the subjects again.")
     if any(row.get("start") == "field" for row in rows) and earlier["version"] in NO_AFFINE_OF_FIELDS:
         raise InputError(f"{args.results}: OmniMorph {earlier['version']} did not store the affine part of a "
                          "registration that starts from a field; register the subjects again.")

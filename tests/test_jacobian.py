@@ -166,6 +166,14 @@ def test_results_of_two_templates_and_of_an_early_version_are_refused(results, c
     assert "no results of a template" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["../escaped", "/escaped", ".."])
+def test_results_of_others_lead_no_map_out_of_its_folder(tmp_path, capsys, name):
+    row = {"name": name, "fixed": "t.nii.gz", "matrix": np.eye(4).tolist(), "folder": "."}
+    (tmp_path / "results.json").write_text(json.dumps({"version": "1.11.0", "pairs": [row], "complete": True}))
+    assert run("--results", tmp_path, "--out", tmp_path / "out") == 43 and not (tmp_path / "out").exists()
+    assert f"its results.json names the subject {name}, and no folder can have" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size, affine", [(SIZE, np.diag([2.0, 1.5, 1.5, 1.0])), (SIZE[::-1], AFFINE)])
 def test_a_field_on_another_grid_than_the_template_is_left_out(results, size, affine):
     place, _ = results
