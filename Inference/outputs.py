@@ -1,4 +1,5 @@
 """A registered pair in its folder: its files, its picture and page, its row of the results; and saving one Result."""
+import errno
 import os
 import re
 from pathlib import Path
@@ -150,7 +151,8 @@ def make_folder(path):
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{path}: the folder cannot be created ({error.strerror}); choose another --out.") from None
+        remedy = "shorten the names of the volumes" if error.errno == errno.ENAMETOOLONG else "choose another --out"
+        raise InputError(f"{path}: the folder cannot be created ({error.strerror}); {remedy}.") from None
 
 
 def write_pair(folder, pair, result, warped_label, points_mm, disp, also):

@@ -201,6 +201,8 @@ def run_program(run, args, out=None):
         remedies = ["make room"] * full
         if hasattr(args, "out") and (own or of_disk and out.startswith(where)):  # the place, or a folder above it
             remedies.append("name another --out")
+        if error.errno == errno.ENAMETOOLONG:  # a result is named after its volumes
+            remedies = ["shorten the names of the volumes"]
         advice = f"; {' or '.join(remedies)}" if remedies else ""
         print(f"error: {path}: {error.strerror or error}; {cannot}{advice}.", file=sys.stderr)
     except KeyboardInterrupt:

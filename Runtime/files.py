@@ -20,6 +20,7 @@ from pathlib import Path
 from Runtime.errors import InputError
 
 A_DAY_S = 86400.0
+LONGEST_NAME = 255  # bytes of a file's name, on nearly all file systems
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # between two tries of `patiently`
 # Errors of a file system that is full or does not respond. They may pass within a minute; no input is wrong.
 # macOS and Windows lack some of them.
@@ -34,7 +35,9 @@ def as_stored(name):
 
 
 def unfit_for_a_file(name):
-    """The first character of a name that this system allows in no file name, for a message; None if there is none."""
+    """What this system allows in no file name, such as a slash, as words for a message; None if there is none of it."""
+    if name in (".", ".."):  # the folder itself, and the one around it
+        return "only dots"
     found = re.search(r'[\\/:*?"<>|]' if sys.platform == "win32" else "/", name)
     return found and ("a slash" if found[0] == "/" else found[0])
 
@@ -193,8 +196,11 @@ def csv_text(rows, delimiter=","):
 
 def partial_path(path):
     """Where this process writes a file before the rename. The name is hidden: listings of volumes skip it."""
-    path = Path(path)
-    return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+    path, end = Path(path), f".tmp-{socket.gethostname()}-{os.getpid()}"
+    name = path.name
+    if len(os.fsencode(f".{name}{end}")) > LONGEST_NAME:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+    return path.with_name(f".{name}{end}")
 
 
 def replace(partial, path):

@@ -39,9 +39,23 @@ def test_bytes_text_and_functions_are_written_into_a_folder_that_is_made(tmp_pat
     assert os.listdir(path.parent) == ["file.txt"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count characters")
+def test_the_longest_names_that_a_disk_takes_are_written_and_leave_nothing(tmp_path):
+    for name in ("x" * 255, "\u00e9" * 127, "x" * 254 + "y"):
+        write_file(tmp_path / name, name)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        name: name for name in ("x" * 255, "\u00e9" * 127, "x" * 254 + "y")}
+    partial = partial_path(tmp_path / ("x" * 255))
+    assert partial != partial_path(tmp_path / ("x" * 254 + "y")) and partial.name.startswith(".")
+    old = partial.with_name(f"{partial.name.rpartition('-')[0]}-999999999")  # of a process that no machine has
+    old.touch()
+    assert remove_leftovers(tmp_path) == [old]
+
+
 @pytest.mark.parametrize("system, name, found", [
     ("linux", "T1:T2", None), ("linux", "a/b", "a slash"), ("win32", "a/b", "a slash"), ("win32", "T1:T2", ":"),
-    ("win32", r"C:\pair", ":"), ("win32", r"x\..\y", "\\"), ("win32", "what?", "?"), ("win32", "sub-01_T1 (2)", None)])
+    ("win32", r"C:\pair", ":"), ("win32", r"x\..\y", "\\"), ("win32", "what?", "?"), ("win32", "sub-01_T1 (2)", None),
+    ("linux", ".", "only dots"), ("linux", "..", "only dots"), ("linux", "..x", None)])
 def test_names_that_the_system_lets_no_file_have(monkeypatch, system, name, found):
     monkeypatch.setattr(sys, "platform", system)
     assert unfit_for_a_file(name) == found
