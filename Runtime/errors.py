@@ -42,7 +42,8 @@ def parse_options(parser, argv=None, subcommands=()):
 
     for each in (parser, *subcommands):
         each.error = functools.partial(refuse, each.prog)
-    return parser.parse_args(argv)
+    with unbreakable_output():  # --help | true, or a refusal onto a full disk
+        return parser.parse_args(argv)
 
 
 def is_out_of_memory(error):

@@ -8,6 +8,7 @@ import importlib.util
 import sys
 
 from Runtime import __version__
+from Runtime.errors import unbreakable_output
 
 PROGRAMS = {"register": "OM_register", "augment": "OM_augment", "train": "OM_train_3modes", "export": "OM_export",
             "prepare": "OM_prepare", "evaluate": "OM_evaluate",
@@ -30,18 +31,21 @@ USAGE = """usage: omnimorph TASK [options]
 omnimorph TASK --help explains the options of a task, omnimorph --version prints the version."""
 
 
+def answer(word):
+    """Print what a word that is no task asks for. Returns: the exit code."""
+    if word in ("-h", "--help", "--version"):
+        print(f"omnimorph {__version__}" if word == "--version" else USAGE)
+        return 0
+    print(f"error: {word} is no task: it is one of {', '.join(PROGRAMS)}.", file=sys.stderr)
+    return 43
+
+
 def main():
     """Run the program that the command line names. Returns: its exit code; 43 if it names none."""
     task = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if task in ("-h", "--help"):
-        print(USAGE)
-        return 0
-    if task == "--version":
-        print(f"omnimorph {__version__}")
-        return 0
     if task not in PROGRAMS:
-        print(f"error: {task} is no task: it is one of {', '.join(PROGRAMS)}.", file=sys.stderr)
-        return 43
+        with unbreakable_output():  # --help | true
+            return answer(task)
     name = PROGRAMS[task]
     installed = f"{__package__}.{name}"  # in the repository, the programs are at the top level instead
     program = importlib.import_module(installed if importlib.util.find_spec(installed) else name)

@@ -141,12 +141,24 @@ def test_an_output_that_is_not_taken_is_no_fault_of_the_results(outputs, code, s
     assert (done.returncode, done.stderr) == (code, said)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("words, outputs, code", [
+    (("OM_export.py", "--help"), "| true", 0), (("-m", "omnimorph", "--help"), "| true", 0),
+    (("OM_export.py", "--hell"), "2> /dev/full", 43), (("-m", "omnimorph", "hell"), "2> /dev/full", 43)])
+def test_nor_is_it_before_a_program_begins(words, outputs, code):
+    """Python would print a traceback and exit with 120 or 1."""
+    done = subprocess.run(["bash", "-c", f'set -o pipefail; "$@" {outputs}', "bash", sys.executable, *words], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
 @pytest.mark.parametrize("number, name, remedy", [
     (errno.EROFS, "out/page.html", "results cannot be written there; name another --out"),
     (errno.EROFS, "", "results cannot be written there; name another --out"),
     (errno.ENOSPC, "out/page.html", "results cannot be written there; make room or name another --out"),
     (errno.ENOSPC, "cache/volumes", "results cannot be written there; make room"),
     (errno.EACCES, "out", "results cannot be written there; name another --out"),
+    (errno.ENAMETOOLONG, "out/a_to_b", "results cannot be written there; shorten the names of the volumes"),
     (errno.EACCES, "volume.nii", "it cannot be read or written")])
 def test_a_file_that_fails_is_named_with_what_to_do(tmp_path, capsys, number, name, remedy):
     def fail(args):
