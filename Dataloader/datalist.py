@@ -600,7 +600,10 @@ def _checked_entry(path, entry):
             if value is not None and (type(value) not in kinds or "\0" in str(value)):
                 raise InputError(f"{path}: the {role} {value} of {name} is not a {what}; correct or drop it.")
     # Not "id": in a JSON list it may belong to another program. A .csv list is written for OmniMorph.
-    words = {role: str(entry[role]) for role in COLUMNS if role != "id" and entry.get(role) not in (None, "")}
+    words = {role: entry.get(role) or "" for role in ("label", "mask")}
+    for role in ("subject", "modality", "split"):
+        words[role] = "" if entry.get(role) is None else str(entry[role]).strip()
+    words = {role: word for role, word in words.items() if word}
     return {**words, "image": image, **dict(zip(FURTHER, further))}
 
 

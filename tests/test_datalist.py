@@ -272,9 +272,9 @@ def test_learn2reg_states_of_one_subject(tmp_path, modality, expected):
 
 def test_explicit_subject_and_modality_win(tmp_path):
     make(tmp_path, "X_0001_0000.nii.gz X_0001_0001.nii.gz X_0001_0002.nii.gz")
-    entries = [{"image": "X_0001_0000.nii.gz", "subject": "anna", "modality": "T1"},
+    entries = [{"image": "X_0001_0000.nii.gz", "subject": " anna\n", "modality": "T1 "},
                {"image": "X_0001_0001.nii.gz", "subject": 7, "id": "other"},
-               {"image": "X_0001_0002.nii.gz", "subject": None, "modality": "", "label": "", "mask": None}]
+               {"image": "X_0001_0002.nii.gz", "subject": None, "modality": " ", "label": "", "mask": None}]
     (tmp_path / "dataset.json").write_text(json.dumps({"modality": {"0": "MR", "1": "CT"}, "training": entries}))
     assert told(read_datalist(tmp_path), "id", "subject", "modality", "label") == [
         ("X_0001", "anna", "T1", None), ("X_0001_0001", "7", "CT", None), ("X_0001_0002", "X_0001", "", None)]
@@ -369,6 +369,7 @@ def test_csv_quotes_a_path_that_holds_the_separator(tmp_path):
     ("image;label\na_1.nii.gz;;\n", "list.csv line 2: 3 cells, but the header has 2"),
     ("image,id\na_1.nii.gz,x\n,y\n", "list.csv line 3: no image path; fill the cell"),
     ("image,id\na_1.nii.gz,x/y\n", "list.csv line 2: the id x/y contains a slash"),
+    ("image,id\na_1.nii.gz,..\n", "list.csv line 2: the id .. contains only dots"),
     ("image\na_1.nii.gz\nno.nii\n", "no.nii: the image listed in .*list.csv line 3 is missing; .* drop its entry"),
     ("image\n/\n", "/: the image listed in .*list.csv line 2 is missing"),
     ("image,label\na_1.nii.gz,no.nii\n", "no.nii: the label listed in .*list.csv line 2 is missing; .* the label"),
