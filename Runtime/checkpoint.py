@@ -227,6 +227,10 @@ def require_own(state, path):
     for name, tensor in {**state["model"], **(state.get("ema") or {})}.items():
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{path}: its weight {name} is not a tensor; use another checkpoint.")
+    try:
+        json.dumps(state.get("config"))
+    except (TypeError, ValueError, RecursionError):
+        raise InputError(f"{path}: its config has values that no config can have; use another checkpoint.") from None
     if format_number > FORMAT:
         raise InputError(f"{path} has format {format_number} and this code reads up to {FORMAT}: update the code.")
     return state

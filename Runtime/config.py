@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import os
 import re
+import reprlib
 from pathlib import Path
 
 import yaml
@@ -25,6 +26,9 @@ MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
 
 PATHS = ("data.root", "data.cache", "data.pair_list", "run.models", "run.logs")  # may contain ~ and $VARIABLES
 GONE = {"refine.lr": "refine.step replaces it", "refine.last_lr": "remove it", "refine.kind": "remove it"}
+# A value in a message: a few aliases (*a) can make one of a hundred lines as long as 10^9 words.
+BRIEF = reprlib.Repr()
+BRIEF.maxlevel, BRIEF.maxlist, BRIEF.maxdict, BRIEF.maxstring, BRIEF.maxother = 2, 10, 10, 200, 200
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -34,11 +38,10 @@ class TextLoader(yaml.BaseLoader):
 
     def construct_mapping(self, node, deep=False):
         seen = set()
-        for key, _ in node.value:
-            name = str(key.value)
-            if name in seen:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {name} appears twice; merge the two")
-            seen.add(name)
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):  # others are refused below
+            if key.value in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value} appears twice; merge the two")
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -67,7 +70,7 @@ def read_config(path, above=()):
         raise InputError(f"{path}: there is no such config file; see Config/ for those of the project.") from None
     except (OSError, yaml.reader.ReaderError) as error:
         raise InputError(f"{path}: cannot be read ({first_line(error)}).") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
         raise InputError(f"{path}: not valid YAML{line}: {getattr(error, 'problem', error)}.") from None
@@ -76,7 +79,7 @@ def read_config(path, above=()):
     if base is None:
         return flat
     if not isinstance(base, str):
-        raise InputError(f"{path}: base is the path of another config, such as config_om.yaml, not {base!r}.")
+        raise InputError(f"{path}: base is the path of another config, such as config_om.yaml, not {BRIEF.repr(base)}.")
     beside = Path(path).parent / base
     base_path = beside if beside.is_file() else CONFIGS / base
     if not base_path.is_file():
@@ -96,7 +99,7 @@ def overridden(overrides):
             raise InputError(f"--set {override}: write it as key=value, for example --set data.batchsize=1.")
         value = text.strip()
         if value[:1] in ("[", "'", '"'):  # else it is plain text, even if it contains YAML syntax
-            with contextlib.suppress(yaml.YAMLError):
+            with contextlib.suppress(yaml.YAMLError, RecursionError):
                 value = yaml.load(value, TextLoader)
         flat[key.strip()] = value
     return flat
@@ -201,19 +204,19 @@ def convert(key, value, rule, path):
     if kind.endswith("+"):
         if not isinstance(value, list) or not value:
             raise InputError(f"{path}: {key} must be a list of {'whole ' * (kind == 'int+')}numbers such as [8, 16], "
-                             f"not {value!r}.")
+                             f"not {BRIEF.repr(value)}.")
         return [convert(key, item, (kind[:-1], *limits), path) for item in value]
     if kind == "bool":
-        value = WORDS.get(str(value).lower(), value)
+        value = WORDS.get(value.lower(), value) if isinstance(value, str) else value
         if not isinstance(value, bool):
-            raise InputError(f"{path}: {key} must be {'auto, ' * takes_auto}true or false, not {value!r}.")
+            raise InputError(f"{path}: {key} must be {'auto, ' * takes_auto}true or false, not {BRIEF.repr(value)}.")
         return value
     if kind == "str":
         if isinstance(value, (dict, list)):
-            raise InputError(f"{path}: {key} must be text, not {value!r}; put it into quotes.")
+            raise InputError(f"{path}: {key} must be text, not {BRIEF.repr(value)}; put it into quotes.")
         value = "" if value in (None, "null", "~") else str(value)
         if limits and value not in limits[0]:
-            raise InputError(f"{path}: {key} must be one of {', '.join(limits[0])}, not {value!r}.")
+            raise InputError(f"{path}: {key} must be one of {', '.join(limits[0])}, not {BRIEF.repr(value)}.")
         return value
     return convert_number(key, value, kind, *limits, path)
 
@@ -225,10 +228,10 @@ def convert_number(key, value, kind, low, high, path):
     with contextlib.suppress(TypeError, ValueError):
         number = plain_number(value) if isinstance(value, str) else number if isinstance(value, bool) else float(value)
     if number != number or (kind == "int" and not number.is_integer()):
-        raise InputError(f"{path}: {key} must be {wanted}, not {value!r}.")
+        raise InputError(f"{path}: {key} must be {wanted}, not {BRIEF.repr(value)}.")
     if (low is not None and number < low) or (high is not None and number > high) or abs(number) == float("inf"):
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InputError(f"{path}: {key} must be {wanted} {limits}, not {value!r}.")
+        raise InputError(f"{path}: {key} must be {wanted} {limits}, not {BRIEF.repr(value)}.")
     if kind == "int":  # a text of digits is exact beyond 2^53
         return int(value) if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value) else int(number)
     return number

@@ -455,6 +455,9 @@ def test_load_names_what_is_wrong(run):
         torch.save(foreign, path)
         with pytest.raises(InputError, match="x.pth is not an OmniMorph checkpoint"):
             checkpoint.load(path)
+    torch.save({**make_state(), "config": {**CONFIG, "mine": torch.ones(2)}}, path)
+    with pytest.raises(InputError, match="x.pth: its config has values that no config can have"):
+        checkpoint.check_compatible(checkpoint.load(path), CONFIG, path)
     torch.save({**make_state(), "format": 2}, path)
     with pytest.raises(InputError, match="x.pth has format 2"):
         checkpoint.load(path)

@@ -221,6 +221,8 @@ def test_a_rule_that_says_no_type_and_limits_is_refused(monkeypatch, line):
     ("model: 3", ["unknown key model", "did you mean"]),
     ("modal:", ["unknown key modal", "did you mean"]),
     ("refine: {lr: 0.1}", ["the key refine.lr was removed in version 1.0.0: refine.step replaces it"]),
+    ("base: " + 3000 * "[", ["not valid YAML"]),
+    ("base: config_om.yaml\n? [a]\n: 3", ["not valid YAML at line 2"]),
     ("a: !!python/object/apply:os.getcwd []", ["unknown key a"]),
     ("base: config_om.yaml\noptim:\n  lr: 1e-3\nrun:\n  epochs: 3\noptim:\n  average: 0.9\n",
      ["not valid YAML", "line 6: optim appears twice"]),
@@ -234,6 +236,17 @@ def test_bad_files_are_one_sentence(tmp_path, content, words):
     path.write_text(content)
     said = refusal(path)
     assert "bad.yaml" in said and all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("use", ["base: {}", "model:\n  dims: {}", "model:\n  channels: {}", "data:\n  name: {}",
+                                 "run:\n  graphs: {}", "? {}\n: 3"])
+def test_a_short_config_makes_no_message_of_a_million_words(tmp_path, use):
+    """Lists of ten lists of ten lists; with a few lines more, the message would take all memory."""
+    lists = ["&a [x, x, x, x, x, x, x, x, x, x]",
+             *(f"&{one} [{', '.join(10 * [f'*{before}'])}]" for before, one in zip("abcd", "bcde"))]
+    base = "" if use.startswith("base") else "base: config_om.yaml\n"
+    (tmp_path / "bad.yaml").write_text(base + use.format(f"[{', '.join(lists)}]") + "\n")
+    assert len(refusal(tmp_path / "bad.yaml")) < 5000
 
 
 def test_a_missing_key_is_named(tmp_path):
