@@ -184,7 +184,10 @@ def open_itk(path):
         raise InputError(f"{path}: each voxel must be one real number, but the type is "
                          f"{sitk.GetPixelIDValueAsString(number)}; "
                          f"{made_grey(path) if is_colour else 'convert the volume'}.")
-    empty = np.broadcast_to(np.zeros((), types[number]), size)
+    try:
+        empty = np.broadcast_to(np.zeros((), types[number]), size)
+    except ValueError:  # numpy cannot count so many
+        raise InputError(f"{path}: its header claims {' x '.join(map(str, size))} voxels; export it again.") from None
     return nifti_image(path, empty, affine, empty.dtype)
 
 
@@ -225,6 +228,8 @@ def files_of(sitk, path):
 
 def _header(sitk, file, path):
     """A reader that has read the header of a file. path: its name in errors."""
+    if Path(file).suffix.lower() in METAIMAGE:
+        _require_axes(file)
     reader = sitk.ImageFileReader()
     reader.SetFileName(str(file))
     try:
@@ -232,6 +237,15 @@ def _header(sitk, file, path):
     except RuntimeError as error:
         raise _unreadable(path, error) from error
     return reader
+
+
+def _require_axes(path):
+    """Raise InputError for a MetaImage header with a number of axes, such as -1, that makes ITK crash."""
+    with open(path, "rb") as file:
+        found = re.search(rb"^[ \t]*NDims[ \t]*[=:][ \t]*(.*?)[ \t\r]*$", file.read(2 ** 16), re.M)
+    if found and re.match(rb"-|\+?0*[1-9][0-9]", found[1]):
+        raise InputError(f"{path}: its header has NDims = {os.fsdecode(found[1][:20])}, which is no number of axes; "
+                         "export it again.")
 
 
 def _places_of_frames(file):

@@ -2,6 +2,7 @@
 import gzip
 import json
 import os
+import re
 import struct
 import sys
 
@@ -214,6 +215,19 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, monkeypatch):
     for call in (read_volume, read_header, lambda path: write_volume(path, numbers(), np.eye(4))):
         with refused("four.nrrd", "pip install SimpleITK"):
             call(tmp_path / "four.nrrd")
+
+
+@pytest.mark.parametrize("key, number, words", [
+    *(("NDims", axes, f"its header has NDims = {axes}, which is no number of axes") for axes in ("-1", "10", "9999")),
+    ("DimSize", "2000000000 2000000000 4", "its header claims 2000000000 x 2000000000 x 4 voxels")])
+def test_a_header_with_numbers_that_crash_itk_or_numpy_is_one_sentence(tmp_path, key, number, words):
+    write_volume(tmp_path / "v.mha", numbers(), np.eye(4))
+    content, changed = re.subn(rf"(?m)^{key} = .*$".encode(), f"{key} = {number}".encode(),
+                               (tmp_path / "v.mha").read_bytes())
+    assert changed == 1
+    (tmp_path / "v.mha").write_bytes(content)
+    with refused("v.mha", words):
+        read_header(tmp_path / "v.mha")
 
 
 @pytest.mark.parametrize("suffix", [".mha", ".mhd"])
