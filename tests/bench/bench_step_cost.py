@@ -94,6 +94,10 @@ def counted_step(overrides, config):
     for module, name in ((device_ops, "interpolation_matrix"), (fields, "_side_lengths")):
         if hasattr(module, name):
             setattr(module, name, functools.cache(getattr(module, name)))
+    # A convolution without values keeps channels last only where this processor computes its precision.
+    backend = torch._C._select_conv_backend
+    torch._C._select_conv_backend = lambda x, *more, **named: (
+        torch._C._ConvBackend.Mkldnn if x.dtype == torch.bfloat16 else backend(x, *more, **named))
     cfg = load_config(config, [*overrides, "run.amp=bf16"])
     with FakeTensorMode(), DeviceAutocast() as rules:
         net, loss_of = stand_in(cfg, split_step(cfg, 1).pair_batch, 1)
