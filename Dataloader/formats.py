@@ -9,6 +9,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import math
 import mmap
 import os
 import re
@@ -229,7 +230,7 @@ def files_of(sitk, path):
 def _header(sitk, file, path):
     """A reader that has read the header of a file. path: its name in errors."""
     if Path(file).suffix.lower() in METAIMAGE:
-        _require_axes(file)
+        _require_harmless(file)
     reader = sitk.ImageFileReader()
     reader.SetFileName(str(file))
     try:
@@ -239,13 +240,38 @@ def _header(sitk, file, path):
     return reader
 
 
-def _require_axes(path):
-    """Raise InputError for a MetaImage header with a number of axes, such as -1, that makes ITK crash."""
+def _require_harmless(path):
+    """Raise InputError for a MetaImage header that crashes ITK, makes it wait forever or returns noise: a number of
+    axes such as -1, voxels in a pipe, a device or a file named by a format string of C, fewer files than slices."""
     with open(path, "rb") as file:
-        found = re.search(rb"^[ \t]*NDims[ \t]*[=:][ \t]*(.*?)[ \t\r]*$", file.read(2 ** 16), re.M)
-    if found and re.match(rb"-|\+?0*[1-9][0-9]", found[1]):
-        raise InputError(f"{path}: its header has NDims = {os.fsdecode(found[1][:20])}, which is no number of axes; "
+        head = file.read(2 ** 16)
+    found = {key: re.search(rb"^[ \t]*%s[ \t]*[=:][ \t]*(.*?)[ \t\r]*$" % key, head, re.M)
+             for key in (b"NDims", b"DimSize", b"ElementDataFile")}
+    axes, sizes, name = (os.fsdecode(match[1]) if match else "" for match in found.values())
+    if re.match(r"-|\+?0*[1-9][0-9]", axes):
+        raise InputError(f"{path}: its header has NDims = {axes[:20]}, which is no number of axes; export it again.")
+    voxels = Path(path).parent / name.replace("\0", "")
+    if not re.fullmatch(r"[^%]*(%[0-9.]*d[^%]*)?", name) or name and voxels.exists() and not voxels.is_file():
+        raise InputError(f"{path}: its ElementDataFile = {name} is neither a file nor a pattern such as slice%03d.raw; "
                          "export it again.")
+    first, *words = name.split() or [""]
+    sizes = sizes.split()
+    if (first != "LIST" and "%" not in first) or not all(map(str.isdecimal, sizes)):
+        return
+    try:
+        if first == "LIST":
+            of_file = int(words[0].rstrip("Dd")) if words else len(sizes) - 1
+            rest = Path(path).read_bytes()[found[b"ElementDataFile"].end():]
+            count = sum(bool(line.strip()) for line in rest.splitlines())
+        else:
+            of_file = len(sizes) - 1
+            low, high, step = map(int, [*words, *["1", sizes[-1], "1"][len(words):]][:3])
+            count = len(range(low, high + 1, step))
+    except (ValueError, IndexError):
+        return  # ITK refuses it
+    needed = math.prod(map(int, sizes[of_file:]))
+    if count < needed:
+        raise InputError(f"{path}: its header names {count} of {needed} files of voxels; export it again.")
 
 
 def _places_of_frames(file):
@@ -347,11 +373,16 @@ def write_itk(path, array, affine):
     """Write a .nrrd or .mha file, completely and durably.
 
     array: (D, H, W) or (H, W, 1), with a number type in NUMBERS. affine: 4x4, mm, RAS.
+    Raises InputError if the folder of temporary files (TMPDIR) takes no file of this size.
     """
     sitk = import_sitk(path)
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / f"volume{Path(path).suffix}"
-        sitk.WriteImage(itk_image(sitk, array, affine), str(whole), useCompression=True)
+        try:
+            sitk.WriteImage(itk_image(sitk, array, affine), str(whole), useCompression=True)
+        except RuntimeError as error:
+            raise InputError(f"{path}: its temporary file {whole} cannot be written ({reason_of(error)}); make room "
+                             "there, or set TMPDIR to another folder.") from error
         write_file(path, whole.read_bytes())
 
 

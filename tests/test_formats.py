@@ -4,6 +4,7 @@ import json
 import os
 import re
 import struct
+import subprocess
 import sys
 
 import nibabel
@@ -228,6 +229,46 @@ def test_a_header_with_numbers_that_crash_itk_or_numpy_is_one_sentence(tmp_path,
     (tmp_path / "v.mha").write_bytes(content)
     with refused("v.mha", words):
         read_header(tmp_path / "v.mha")
+
+
+@pytest.mark.parametrize("name", ["%s%s%n.raw 1 8 1", "%d%d.raw 1 8 1", "50%.raw", "pipe"])
+def test_a_metaimage_that_names_no_file_of_voxels_neither_crashes_itk_nor_waits(tmp_path, name):
+    sitk.WriteImage(sitk.Image([8, 8, 8], sitk.sitkInt16), str(tmp_path / "v.mhd"))
+    os.mkfifo(tmp_path / "pipe")
+    text = (tmp_path / "v.mhd").read_text()
+    (tmp_path / "v.mhd").write_text(text.replace("v.raw", name))
+    with refused("v.mhd", f"its ElementDataFile = {name} is neither a file nor a pattern"):
+        read_volume(tmp_path / "v.mhd")
+    for number in range(8):
+        (tmp_path / f"s{number:02d}.raw").write_bytes(np.arange(64, dtype=np.int16).tobytes())
+    (tmp_path / "v.mhd").write_text(text.replace("v.raw", "s%02d.raw 0 7 1"))
+    assert read_volume(tmp_path / "v.mhd")[0].max() == 63
+    names = [f"s{number:02d}.raw" for number in range(8)]
+    (tmp_path / "v.mhd").write_text(text.replace("v.raw", "\n".join(["LIST", *names])))
+    assert read_volume(tmp_path / "v.mhd")[0].max() == 63
+    for few in ("s%02d.raw 0 6 1", "s%02d.raw 0 7 2", "\n".join(["LIST", *names[:7]]), "LIST 2D\ns00.raw", "LIST"):
+        (tmp_path / "v.mhd").write_text(text.replace("v.raw", few))
+        with refused("v.mhd", r"its header names \d of 8 files of voxels"):
+            read_volume(tmp_path / "v.mhd")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the limit holds for a whole process")
+@pytest.mark.parametrize("suffix", [".mha", ".nrrd"])
+def test_a_full_folder_of_temporary_files_is_one_sentence(tmp_path, suffix):
+    program = """if True:
+        import resource, sys
+        import numpy as np
+        from Dataloader.nifti import write_volume
+        from Runtime.errors import InputError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        try:
+            write_volume(sys.argv[1], np.random.default_rng(0).random((30, 30, 30)), np.eye(4))
+        except InputError as error:
+            print(error)"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / f"v{suffix}")], cwd=tiny.ROOT, text=True,
+                          capture_output=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert done.stdout.startswith(f"{tmp_path}/v{suffix}: its temporary file {tmp_path}/"), done.stderr
+    assert "make room there, or set TMPDIR" in done.stdout and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("suffix", [".mha", ".mhd"])
