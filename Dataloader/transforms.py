@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from scipy.io import loadmat, savemat
-from scipy.io.matlab import MatReadError
+from scipy.io.matlab import MatReadError, matfile_version
 
 from Dataloader import formats
 from Dataloader.formats import TO_LPS
@@ -141,8 +141,13 @@ def _itk_text(path, text):
 
 
 def _itk_matlab(path, content):
-    """Name, parameters and fixed parameters of the transform in an ITK .mat file."""
+    """Name, parameters and fixed parameters of the transform in an ITK .mat file.
+
+    ITK reads and writes only version 4 of the format; in damaged files of later ones, scipy may crash.
+    """
     try:
+        if matfile_version(io.BytesIO(content))[0]:
+            raise ValueError("it is of a later version of MATLAB than ITK writes")
         found = loadmat(io.BytesIO(content))
     except (ValueError, TypeError, KeyError, IndexError, OSError, NotImplementedError, MatReadError) as error:
         raise InputError(f"{path}: neither an ITK matrix nor an FSL matrix ({error}); export it again.") from error
@@ -150,6 +155,8 @@ def _itk_matlab(path, content):
     if len(names) != 1 or "fixed" not in found:
         raise InputError(f"{path}: not an ITK transform ({', '.join(names)}); give one such as ANTs' "
                          "0GenericAffine.mat.")
+    if not all(found[name].dtype.kind in "iuf" for name in (names[0], "fixed")):
+        raise InputError(f"{path}: {names[0]} or fixed are no real numbers; export it again.")
     return names[0], found[names[0]].ravel().astype(np.float64), found["fixed"].ravel().astype(np.float64)
 
 

@@ -1,4 +1,5 @@
 """Matrices and fields of other programs: what SimpleITK computes from the same file is what we compute."""
+import io
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import SimpleITK as sitk
 from scipy import ndimage
+from scipy.io import savemat
 
 import OM_register
 from Dataloader.nifti import read_field, read_volume, write_field, write_volume
@@ -168,7 +170,17 @@ def test_nitransforms_writes_what_we_read(tmp_path, pair, suffix, program, movin
     np.testing.assert_allclose(read_matrix(path, fixed, moving), matrix, atol=2e-4)
 
 
+def matlab(version, **matrices):
+    """The bytes of a MATLAB file, compressed if the version can be."""
+    file = io.BytesIO()
+    savemat(file, matrices, format=version, do_compression=version == "5")
+    return file.getvalue()
+
+
 @pytest.mark.parametrize("name, content, reason", [
+    pytest.param("a.mat", matlab("5", A=np.ones(12), fixed=np.ones(3))[:-4] + b"gone", "a later version of MATLAB",
+                 id="damaged version 5"),  # its content has the time
+    ("a.mat", matlab("4", A="twelve", fixed=np.ones(3)), "A or fixed are no real numbers"),
     ("none.mat", None, "no such file"), ("a.mat", b"\0\1 no", "neither an ITK matrix nor an FSL matrix"),
     ("a.lta", b"type = 1\n", "not a readable .lta file"),
     ("a.lta", b"type = 14\n1 4 4\n" + b"1 0 0 0\n" * 4, "this .lta has type 14"),
