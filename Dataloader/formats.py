@@ -247,29 +247,32 @@ def _require_harmless(path):
         head = file.read(2 ** 16)
     found = {key: re.search(rb"^[ \t]*%s[ \t]*[=:][ \t]*(.*?)[ \t\r]*$" % key, head, re.M)
              for key in (b"NDims", b"DimSize", b"ElementDataFile")}
-    axes, sizes, name = (os.fsdecode(match[1]) if match else "" for match in found.values())
+    axes, sizes, name = (match[1].decode(errors="surrogateescape") if match else "" for match in found.values())
     if re.match(r"-|\+?0*[1-9][0-9]", axes):
         raise InputError(f"{path}: its header has NDims = {axes[:20]}, which is no number of axes; export it again.")
-    voxels = Path(path).parent / name.replace("\0", "")
-    if not re.fullmatch(r"[^%]*(%[0-9.]*d[^%]*)?", name) or name and voxels.exists() and not voxels.is_file():
-        raise InputError(f"{path}: its ElementDataFile = {name} is neither a file nor a pattern such as slice%03d.raw; "
-                         "export it again.")
-    first, *words = name.split() or [""]
-    sizes = sizes.split()
-    if (first != "LIST" and "%" not in first) or not all(map(str.isdecimal, sizes)):
+    if name in ("", "LOCAL", "Local", "local"):  # the voxels follow, whatever else is called so
         return
-    try:
-        if first == "LIST":
-            of_file = int(words[0].rstrip("Dd")) if words else len(sizes) - 1
+    is_list, voxels = name.startswith("LIST"), os.path.join(os.path.dirname(path), name)
+    is_sound = is_list or (re.fullmatch(r"[^%]*(%[-0-9.]*[diu][^%]*)?", name)
+                           and (os.path.isfile(voxels) or not os.path.exists(voxels)))
+    first, *words = name.split()
+    count = needed = 0
+    with contextlib.suppress(ValueError, OverflowError):  # words that are no numbers: ITK refuses them
+        sizes, numbers = [*map(int, sizes.split())], [int(float(word.rstrip("Dd"))) for word in words]
+        if is_list and sizes:
+            of_file = (numbers or [len(sizes) - 1])[0]  # axes of each file
+            is_sound = 0 < of_file < len(sizes)
             rest = Path(path).read_bytes()[found[b"ElementDataFile"].end():]
-            count = sum(bool(line.strip()) for line in rest.splitlines())
-        else:
-            of_file = len(sizes) - 1
-            low, high, step = map(int, [*words, *["1", sizes[-1], "1"][len(words):]][:3])
-            count = len(range(low, high + 1, step))
-    except (ValueError, IndexError):
-        return  # ITK refuses it
-    needed = math.prod(map(int, sizes[of_file:]))
+            count, needed = sum(bool(line.strip()) for line in rest.splitlines()), math.prod(sizes[of_file:])
+        elif "%" in first and sizes:
+            needed, low = sizes[-1], (numbers or [1])[0]
+            high = numbers[1] if len(numbers) > 1 else low + needed - 1
+            step = numbers[2] if len(numbers) > 2 else (high - low) // needed if len(numbers) == 2 and needed else 1
+            is_sound = is_sound and step > 0
+            count = len(range(low, high + 1, step)) if is_sound else 0
+    if not is_sound:
+        raise InputError(f"{path}: its ElementDataFile = {name} is neither a file nor a pattern such as slice%03d.raw "
+                         "1 9 1; export it again.")
     if count < needed:
         raise InputError(f"{path}: its header names {count} of {needed} files of voxels; export it again.")
 

@@ -231,7 +231,8 @@ def test_a_header_with_numbers_that_crash_itk_or_numpy_is_one_sentence(tmp_path,
         read_header(tmp_path / "v.mha")
 
 
-@pytest.mark.parametrize("name", ["%s%s%n.raw 1 8 1", "%d%d.raw 1 8 1", "50%.raw", "pipe"])
+@pytest.mark.parametrize("name", ["%s%s%n.raw 1 8 1", "%d%d.raw 1 8 1", "50%.raw", "pipe", "s%02d.raw 0 7",
+                                  "s%02d.raw 0 7 0", "LIST 3D"])
 def test_a_metaimage_that_names_no_file_of_voxels_neither_crashes_itk_nor_waits(tmp_path, name):
     sitk.WriteImage(sitk.Image([8, 8, 8], sitk.sitkInt16), str(tmp_path / "v.mhd"))
     os.mkfifo(tmp_path / "pipe")
@@ -241,8 +242,9 @@ def test_a_metaimage_that_names_no_file_of_voxels_neither_crashes_itk_nor_waits(
         read_volume(tmp_path / "v.mhd")
     for number in range(8):
         (tmp_path / f"s{number:02d}.raw").write_bytes(np.arange(64, dtype=np.int16).tobytes())
-    (tmp_path / "v.mhd").write_text(text.replace("v.raw", "s%02d.raw 0 7 1"))
-    assert read_volume(tmp_path / "v.mhd")[0].max() == 63
+    for whole in ("s%02d.raw 0 7 1", "s%02i.raw 0", "s%02u.raw 0.0 8"):
+        (tmp_path / "v.mhd").write_text(text.replace("v.raw", whole))
+        assert read_volume(tmp_path / "v.mhd")[0].max() == 63
     names = [f"s{number:02d}.raw" for number in range(8)]
     (tmp_path / "v.mhd").write_text(text.replace("v.raw", "\n".join(["LIST", *names])))
     assert read_volume(tmp_path / "v.mhd")[0].max() == 63
@@ -250,6 +252,16 @@ def test_a_metaimage_that_names_no_file_of_voxels_neither_crashes_itk_nor_waits(
         (tmp_path / "v.mhd").write_text(text.replace("v.raw", few))
         with refused("v.mhd", r"its header names \d of 8 files of voxels"):
             read_volume(tmp_path / "v.mhd")
+
+
+def test_the_name_of_the_voxels_may_be_that_of_a_folder_or_too_long(tmp_path):
+    write_volume(tmp_path / "v.mha", numbers(), np.eye(4))
+    (tmp_path / "LOCAL").mkdir()
+    np.testing.assert_array_equal(read_volume(tmp_path / "v.mha")[0], numbers())
+    content = (tmp_path / "v.mha").read_bytes()
+    (tmp_path / "v.mha").write_bytes(content.replace(b"= LOCAL", b"= " + 300 * b"x"))
+    with refused("v.mha", "truncated or corrupt"):
+        read_volume(tmp_path / "v.mha")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the limit holds for a whole process")
