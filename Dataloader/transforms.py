@@ -155,7 +155,7 @@ def _itk_matlab(path, content):
     if len(names) != 1 or "fixed" not in found:
         raise InputError(f"{path}: not an ITK transform ({', '.join(names)}); give one such as ANTs' "
                          "0GenericAffine.mat.")
-    if not all(found[name].dtype.kind in "iuf" for name in (names[0], "fixed")):
+    if not all(isinstance(found[name], np.ndarray) and found[name].dtype.kind in "iuf" for name in (names[0], "fixed")):
         raise InputError(f"{path}: {names[0]} or fixed are no real numbers; export it again.")
     return names[0], found[names[0]].ravel().astype(np.float64), found["fixed"].ravel().astype(np.float64)
 

@@ -11,7 +11,7 @@ import nitransforms
 import numpy as np
 import pytest
 import SimpleITK as sitk
-from scipy import ndimage
+from scipy import ndimage, sparse
 from scipy.io import savemat
 
 import OM_register
@@ -181,6 +181,7 @@ def matlab(version, **matrices):
     pytest.param("a.mat", matlab("5", A=np.ones(12), fixed=np.ones(3))[:-4] + b"gone", "a later version of MATLAB",
                  id="damaged version 5"),  # its content has the time
     ("a.mat", matlab("4", A="twelve", fixed=np.ones(3)), "A or fixed are no real numbers"),
+    ("a.mat", matlab("4", A=sparse.coo_matrix(np.ones((12, 1))), fixed=np.ones(3)), "A or fixed are no real numbers"),
     ("none.mat", None, "no such file"), ("a.mat", b"\0\1 no", "neither an ITK matrix nor an FSL matrix"),
     ("a.lta", b"type = 1\n", "not a readable .lta file"),
     ("a.lta", b"type = 14\n1 4 4\n" + b"1 0 0 0\n" * 4, "this .lta has type 14"),
