@@ -77,28 +77,37 @@ def list_of(data):
     return read_json(path) if path and path.suffix.lower() == ".json" else {}
 
 
-def regions_in(data, numbers):
-    """Labels and regions_class_order of an nnU-Net list that segments regions, several labels each, renumbered.
+def regions_of(data):
+    """Labels, {name: number or list of them}, and regions_class_order of an nnU-Net list that segments regions.
 
-    data: as for `list_of`. numbers: of all labels, which become 0, 1, 2 ... A region that loses all its labels is
-    dropped. Returns: {"labels", "regions_class_order"}, entries of dataset.json; empty if the list has no regions.
-    Raises InputError for labels that are no whole numbers.
+    data: as for `list_of`. Returns: ({}, []) if the list has no regions. Raises InputError for labels that are no whole
+    numbers.
     """
     content = list_of(data)
     labels, order = content.get("labels", {}), content.get("regions_class_order") or []
     if not isinstance(labels, dict) or not any(isinstance(value, list) for value in labels.values()):
-        return {}
+        return {}, []
     try:
-        return _regions_of(labels, list(map(int, order)), numbers)
+        numbers = {name: [*map(int, value)] if isinstance(value, list) else int(value)
+                     for name, value in labels.items()}
+        return numbers, [*map(int, order)]
     except (TypeError, ValueError):
         raise InputError(f"{list_file(Path(data))}: its labels {labels} and regions_class_order {order} must be whole "
                          "numbers, or lists of them; correct them.") from None
 
 
-def _regions_of(labels, order, numbers):
+def regions_in(data, numbers):
+    """Labels and regions_class_order of an nnU-Net list that segments regions, several labels each, renumbered.
+
+    data: as for `list_of`. numbers: of all labels, which become 0, 1, 2 ... A region that loses all its labels is
+    dropped. Returns: {"labels", "regions_class_order"}, entries of dataset.json; empty if the list has no regions.
+    """
+    labels, order = regions_of(data)
+    if not labels:
+        return {}
     new, kept, new_order = {int(number): place for place, number in enumerate(numbers)}, {}, []
     for name, value in labels.items():
-        left = [new[int(number)] for number in (value if isinstance(value, list) else [value]) if int(number) in new]
+        left = [new[number] for number in (value if isinstance(value, list) else [value]) if number in new]
         is_region = name != "ignore" and left != [0] and value not in (0, [0])
         paints = new.get(order.pop(0), left[-1] if left else 0) if is_region and order else None
         if left:
@@ -109,9 +118,8 @@ def _regions_of(labels, order, numbers):
 
 def numbers_of_regions(data):
     """All labels in the regions of an nnU-Net list, a set; empty if it has none. data: as for `list_of`."""
-    labels = list_of(data).get("labels", {})
-    regions = labels.values() if isinstance(labels, dict) else []
-    return {int(number) for region in regions if isinstance(region, list) for number in region}
+    regions, _ = regions_of(data)
+    return {number for region in regions.values() if isinstance(region, list) for number in region}
 
 
 def names_in(data):

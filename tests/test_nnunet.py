@@ -14,7 +14,7 @@ from Dataloader.nifti import read_field, read_header, read_label, read_volume, w
 from Dataloader.synthetic import make_subject
 from Inference.augmentation import deform
 from Inference.draws import draw_name
-from Inference.nnunet import RECORD, cases_of, names_in, regions_in, splits, write_dataset
+from Inference.nnunet import RECORD, cases_of, names_in, numbers_of_regions, regions_in, splits, write_dataset
 from tests.test_nifti import OBLIQUE, make_affine, refused
 from tests.test_om_augment import WORDS
 
@@ -374,6 +374,8 @@ def test_regions_that_are_no_numbers_are_one_sentence(tmp_path, labels, order):
     (tmp_path / "dataset.json").write_text(json.dumps({"labels": labels, "regions_class_order": order}))
     with refused("dataset.json", "must be whole numbers"):
         regions_in(tmp_path, [0, 1, 5])
+    with refused("dataset.json", "must be whole numbers"):
+        numbers_of_regions(tmp_path)
 
 
 def test_an_nnunet_list_that_is_broken_is_one_sentence(tmp_path):
