@@ -14,20 +14,27 @@ every branch is taken as with real numbers. Noted are
   wrong_device  an operation has tensors of both; a real device refuses that
 
 each with the line of this repository that asked for it. A number of no axis may come from the CPU, as on a device.
+
+    python -m tests.simulated_device     a tiny training: waits of a step, as JSON
 """
 import collections
+import contextlib
 import functools
+import json
 import sys
+import tempfile
 import types
 import weakref
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import OM_train_3modes as om
 from Runtime import watchdog
-from tests.tiny import ROOT
+from tests.tiny import ROOT, arguments, log_lines, make_data
 
 NAME = "simulated"
 aten = torch.ops.aten
@@ -253,3 +260,21 @@ def called_by_torch(function, *args, **kwargs):
 
 LIBRARY = torch.library.Library("aten", "IMPL")
 register.done = False
+
+
+def main():
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
+        folder = make_data(Path(name))
+        with SimulatedDevice() as seen:
+            code = om.main(arguments(folder, run__device="auto", run__epochs=1, run__checkpoint_steps=0,
+                                     optim__average=0.9))
+        steps = len(log_lines(folder, "step"))
+    lines = collections.Counter(note.where for note in seen.syncs if note.phase in IN_A_STEP)
+    found = {"lines": {line: count / steps for line, count in lines.items()},
+             "host_syncs": sum(lines.values()) / steps, "wrong_device": len(seen.wrong_device)}
+    print(json.dumps(found))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
