@@ -27,8 +27,8 @@ def overlap():
 
 
 def cores():
-    """The option with the cores of a task. Without it, a task has one core from Slurm 22.05 on; from 23.11 on, srun
-    fails if SLURM_TRES_PER_TASK has another number."""
+    """The option with the cores of a task. Without it, a task has one core under Slurm 22.05 to 23.02; from 23.11 on,
+    srun fails if SLURM_TRES_PER_TASK has another number."""
     return ["--cpus-per-task=" + os.environ["SLURM_CPUS_PER_TASK"]] if os.environ.get("SLURM_CPUS_PER_TASK") else []
 
 
