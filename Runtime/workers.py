@@ -71,7 +71,7 @@ def starts_processes(what):
         yield
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
-        if getattr(error, "errno", None) == errno.EAGAIN or "can't start new thread" in str(error):
+        if getattr(error, "errno", None) in (errno.EAGAIN, errno.ENOMEM) or "can't start new thread" in str(error):
             raise InputError(f"{what}: no more worker processes can be started ({reason}); give fewer --workers, or "
                              "raise the limit of this user (ulimit -u) or container.") from error
         if isinstance(error, RuntimeError) or error.errno in (errno.EMFILE, errno.ENFILE):
