@@ -146,11 +146,12 @@ def _itk_matlab(path, content):
     ITK reads and writes only version 4 of the format; in damaged files of later ones, scipy may crash.
     """
     try:
-        if matfile_version(io.BytesIO(content))[0]:
-            raise ValueError("it is of a later version of MATLAB than ITK writes")
-        found = loadmat(io.BytesIO(content))
+        later = matfile_version(io.BytesIO(content))[0]
+        found = {} if later else loadmat(io.BytesIO(content))
     except (ValueError, TypeError, KeyError, IndexError, OSError, NotImplementedError, MatReadError) as error:
         raise InputError(f"{path}: neither an ITK matrix nor an FSL matrix ({error}); export it again.") from error
+    if later:
+        raise InputError(f"{path}: it is in a later format of MATLAB than version 4, which ITK uses; save it with -v4.")
     names = [name for name in found if not name.startswith("__") and name != "fixed"]
     if len(names) != 1 or "fixed" not in found:
         raise InputError(f"{path}: not an ITK transform ({', '.join(names)}); give one such as ANTs' "

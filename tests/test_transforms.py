@@ -178,7 +178,7 @@ def matlab(version, **matrices):
 
 
 @pytest.mark.parametrize("name, content, reason", [
-    pytest.param("a.mat", matlab("5", A=np.ones(12), fixed=np.ones(3))[:-4] + b"gone", "a later version of MATLAB",
+    pytest.param("a.mat", matlab("5", A=np.ones(12), fixed=np.ones(3))[:-4] + b"gone", "a later format of MATLAB",
                  id="damaged version 5"),  # its content has the time
     ("a.mat", matlab("4", A="twelve", fixed=np.ones(3)), "A or fixed are no real numbers"),
     ("a.mat", matlab("4", A=sparse.coo_matrix(np.ones((12, 1))), fixed=np.ones(3)), "A or fixed are no real numbers"),
