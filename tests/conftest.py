@@ -43,7 +43,7 @@ LONG = ("om_augment", "strategies", "affine", "train", "ranks", "cache", "regist
 # of the tests themselves. What a commit breaks first has its test in the other files.
 SLOW = ("anatomies", "bench_augment", "bench_default", "bench_multimodal", "containers", "demo", "diagnostics",
         "fake_device", "fuzz", "install", "kernels", "launching", "nnunet", "notebooks",
-        "simulated_device", "smoke", "step_cost", "universal", "3modes_opt_equivalence")
+        "simulated_device", "smoke", "step_cost", "strategies", "universal", "3modes_opt_equivalence")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

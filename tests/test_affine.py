@@ -141,17 +141,17 @@ def with_little_texture(name):
     return [volume.clip(0, 1).astype(np.float32) for volume in pairs[name]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind", [
-    ("slab", "rigid"), pytest.param("noise", "rigid", marks=pytest.mark.slow), *(
-        pytest.param(name, "affine", marks=pytest.mark.slow) for name in LITTLE_TEXTURE)])
+    ("slab", "rigid"), ("noise", "rigid"), *((name, "affine") for name in LITTLE_TEXTURE)])
 def test_a_volume_stays_where_it_belongs(name, kind):
     fixed, moving = with_little_texture(name)
     found, _ = align_affine(fixed, np.eye(4), moving, np.eye(4), kind)
     assert mean_shift(found, fixed) < {"bent": 1.2, "phantom with noise": 0.6}.get(name, 0.2)
 
 
-@pytest.mark.parametrize("lost", [
-    pytest.param("nothing", marks=pytest.mark.slow), "orientation", pytest.param("spacing", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["nothing", "orientation", "spacing"])
 def test_a_volume_that_is_turned_moved_and_has_a_header_that_lies_is_found(lost):
     numbers, fixed = np.random.default_rng(11), subject()
     true = random_map(numbers, fixed, np.eye(4), "rigid", 60, 0.5)
@@ -169,6 +169,7 @@ def test_a_volume_that_is_turned_moved_and_has_a_header_that_lies_is_found(lost)
     assert scores["affine_similarity"] > 0.5 > scores["affine_similarity_before"] + 0.2
 
 
+@pytest.mark.slow
 def test_a_turn_that_gains_little_is_not_taken():
     """Two round anatomies are 0.005 more alike after a turn of 50 degrees, and then their labels fit worse."""
     fixed, moving = (make_subject(seed, (32, 32, 32))["image"].clip(0, 1) for seed in (12, 13))
@@ -195,6 +196,7 @@ def mean_shift(found, fixed):
     return np.linalg.norm((found @ points - points)[:3], axis=0).mean()
 
 
+@pytest.mark.slow
 def test_of_two_noisy_modalities_a_map_near_the_headers_is_taken():
     """Dark and bright are dark in the moving volume, grey is bright; noise hides most of what the map gains."""
     numbers, size, rim = np.random.default_rng(0), (40, 44, 36), np.eye(4)
@@ -208,7 +210,7 @@ def test_of_two_noisy_modalities_a_map_near_the_headers_is_taken():
     assert scores["one_sign"] < 0.8 and mean_shift(np.linalg.inv(change) @ found, fixed) < 0.5
 
 
-@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("dims", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_header_that_is_moved_is_followed(dims):
     fixed, header = subject(dims), np.diag([0.9, 1.1, 1.3, 1.0])
     shifted = np.eye(4)
@@ -234,7 +236,8 @@ def test_the_order_in_which_a_volume_is_stored_does_not_matter():
     assert error(again, found, fixed, np.eye(4)) < 0.02
 
 
-@pytest.mark.parametrize("cut", ["moving", pytest.param("fixed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["moving", "fixed"])
 def test_a_volume_that_its_field_of_view_cuts_off_is_aligned(cut):
     numbers, fixed = np.random.default_rng(8), subject()
     true = random_map(numbers, fixed, np.eye(4), "affine", 15, 0.1, 1.1)

@@ -51,6 +51,7 @@ def test_a_registered_list(study):
     assert read_label(out / f"bids/{first}_space-F_dseg.nii.gz")[0].any()
 
 
+@pytest.mark.slow
 def test_a_segmented_list(study):
     out = study / "out"
     words = ["segment", "--atlases", str(study / "study"), "--images", str(study / "study/sub-02"), "--affine", "rigid",
@@ -61,6 +62,7 @@ def test_a_segmented_list(study):
     assert OM_study.main(words) == 0 and files(out / "bids") == ["dataset_description.json"], "those of the last run"
 
 
+@pytest.mark.slow
 def test_an_aligned_series(study):
     path, out = study / "sub-01_ses-1_task-rest_space-T1w_desc-preproc_bold.nii.gz", study / "out"
     path.with_name(path.name.replace(".nii.gz", ".json")).write_text(
@@ -93,6 +95,7 @@ def test_names_that_are_no_bids_or_meet_are_refused_before_the_work(study, capsy
     assert "a and b would both be sub-02_space-F_T1w.nii.gz" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_files_of_an_earlier_run_that_this_one_lacks_are_removed(study):
     words = ["--fixed", str(study / "F.nii.gz"), "--moving", str(study / "study/sub-02/anat/sub-02_T1w.nii.gz"),
              "--affine", "none", "--refine", "1", "--no-picture", "--device", "cpu", "--out", str(study / "out")]

@@ -355,6 +355,7 @@ def test_a_network_registers_what_it_was_trained_with(data, trained, tmp_path, c
     assert np.isfinite(found.field).all() and not np.array_equal(found.field, other.field)
 
 
+@pytest.mark.slow
 def test_a_network_draws_copies_of_all_channels(data, trained, tmp_path, capsys):
     command = ["--data", str(data / "data"), "--ids", "6-7", "--model", str(trained / "Models/demo_om_net"), "--draws",
                "1", "--device", "cpu", "--out", str(tmp_path / "copies")]

@@ -39,6 +39,7 @@ def test_costs_of_a_linear_layer_are_those_counted_by_hand():
             assert counted == (copies + wide) * 4 * weights + costs["peak"] + 2 * 4 * batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"data__batchsize": 1, "data__global_batchsize": 6}], ids=["one", "six"])
 def test_a_step_takes_the_memory_that_is_counted(tmp_path, changes):
     """With weights that are not small beside the activations, so that the sums of gradients show."""
@@ -136,6 +137,7 @@ def test_labels_that_training_refuses_refuse_the_dry_run(tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_results_of_a_step_function_that_training_refuses_refuse_the_dry_run(tmp_path, monkeypatch, capsys):
     step = om.step_registration
     for result, reason in ((lambda loss: loss, "its step function returns no loss with a dict of terms"),

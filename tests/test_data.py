@@ -82,6 +82,7 @@ def test_draws_of_a_sample_do_not_depend_on_its_batch():
     assert normal([(0, 0, i) for i in range(4000)], "n").std().item() == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_loader_with_a_worker_delivers_what_the_one_without_does(data):
     lists = batches(epoch_order(0, 0, 6), 2, 2)
     found = []

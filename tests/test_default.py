@@ -40,6 +40,7 @@ def digest(array):
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_the_command_without_options_gives_the_same_field(place, tmp_path, no_figures):
     folder, found = place
     assert np.abs(found.field).max() > 0.5 and found.seconds["affine"] > 0 and found.seconds["refine"] > 0
@@ -155,6 +156,7 @@ def small():
     return fixed["image"], label, call
 
 
+@pytest.mark.slow
 def test_settings_of_the_program_change_nothing_and_stay(small):
     """Coarse products moved coordinates by a fifth of a voxel, and under autocast similarities were wrong by 0.1."""
     image, label, call = small
@@ -182,6 +184,7 @@ def test_settings_of_the_program_change_nothing_and_stay(small):
     assert np.array_equal(found[2], wanted[2]) and np.array_equal(wanted[2][:297, 2:, :19], large[3:, :22, 5:])
 
 
+@pytest.mark.slow
 def test_calls_from_several_threads_leave_the_number_of_threads(small):
     before = torch.get_num_threads()
     try:
@@ -195,6 +198,7 @@ def test_calls_from_several_threads_leave_the_number_of_threads(small):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not fork")
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(tmp_path):
     """torch's pool of threads does not exist there. 52^3 voxels take two threads, and so does a large weight."""
@@ -217,6 +221,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_all_that_computes_does_so_whatever_the_program_has_set(small, tmp_path):
     """The meta device stands in for a GPU: tensors without a device would go there."""
     image, label, call = small
@@ -268,6 +273,7 @@ def test_a_copy_that_cannot_be_is_one_sentence(small, more, words):
         omnimorph.augment(small[0], **more)
 
 
+@pytest.mark.slow
 def test_a_mask_may_be_whatever_a_volume_may_be(small):
     image, label, call = small
     sources = [label, nibabel.Nifti1Image(label, np.eye(4)), (label, np.eye(4)), torch.from_numpy(label)]
@@ -288,6 +294,7 @@ def test_an_undefined_voxel_stays_where_it_is():
         omnimorph.apply_label(np.ones((8, 9, 10), int), np.eye(4), np.zeros((3, 8, 9, 10)), np.eye(4), "Nearest")
 
 
+@pytest.mark.slow
 def test_what_an_earlier_save_wrote_of_another_registration_goes(small, tmp_path):
     image, moving = (small[0], np.eye(4)), (small[0][::-1], np.eye(4))
     options = {"affine": False, "refine": 0}
@@ -309,6 +316,7 @@ def test_the_brightest_whole_number_is_saved_as_it_is(small, tmp_path, dtype):
     assert saved.min() >= 0 and saved.max() == pytest.approx(np.iinfo(dtype).max, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_saving_replaces_no_file_of_the_user(small, tmp_path, monkeypatch):
     image = small[0]
     nibabel.save(nibabel.Nifti1Image(image, np.eye(4)), tmp_path / "fixed.nii.gz")

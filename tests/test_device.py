@@ -99,6 +99,7 @@ def test_the_cpu_is_always_there():
             pick_device("cuda")
 
 
+@pytest.mark.slow
 def test_auto_takes_bf16_where_the_processor_computes_it(said_elsewhere):
     cpu = torch.device("cpu")
     assert [precision(word, cpu) for word in ("bf16", "off")] == ["bf16", "off"]

@@ -271,6 +271,7 @@ def test_a_series_is_registered(tmp_path, capsys):
     np.testing.assert_allclose(affine, read_header(tmp_path / "F")[1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_copies_of_series_are_made_and_made_anew_after_a_change(tmp_path):
     for number, name in enumerate(("A", "B")):
         image = make_subject(number, (14, 16, 18))["image"]

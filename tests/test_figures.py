@@ -122,6 +122,7 @@ def test_a_slice_whose_second_axis_runs_to_the_back_or_to_the_feet_is_drawn_down
     np.testing.assert_array_equal(moved, np.stack([field[0], field[1] if down else -field[1]])[:, *shown])
 
 
+@pytest.mark.slow
 def test_however_a_volume_is_stored_its_picture_is_the_same():
     size, affine = (14, 17, 10), np.diag([1, 0.8, 4, 1])
     moving, fixed, warped, field, labels = pair(size)
@@ -152,6 +153,7 @@ def test_slices_are_true_in_mm():
     np.testing.assert_allclose(np.divide(inches, sides), np.divide(inches, sides)[0, 0], rtol=0.01)
 
 
+@pytest.mark.slow
 def test_a_moving_volume_that_the_headers_place_elsewhere_is_no_riddle():
     size = (12, 10, 8)
     fixed, warped, partly = np.random.default_rng(0).random((3, *size))

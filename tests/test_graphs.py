@@ -105,6 +105,7 @@ def test_a_refinement_by_graphs_finds_the_field_of_the_plain_one(graphs_of_opera
     torch.testing.assert_close(by_graphs, plain, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("similarity", ["correlation", "mind"])
 def test_an_affine_part_by_graphs_finds_the_map_of_the_plain_one(graphs_of_operations, monkeypatch, similarity):
     """Each level has graphs of its own, one for each measure."""

@@ -111,6 +111,7 @@ def train(folder, *more, **changes):
     return om.main(arguments(folder, *more, **{**QUICK, **changes}))
 
 
+@pytest.mark.slow
 def test_a_data_set_that_grew_goes_on_with_the_next_epoch_and_another_is_refused(tmp_path, capfd):
     make_data(tmp_path, 8, 8)
     assert train(tmp_path, "--max-steps-before-restart", "2", data__train_ids="0-5,8-9") == 42

@@ -197,9 +197,10 @@ def test_growth_of_all_that_is_seen_is_found_up_to_the_border(size, growth):
     np.testing.assert_allclose(change, len(size) * np.log(growth), atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("orders", [
     pytest.param([("one", "two")], id="one order"),
-    pytest.param([("one", "two"), ("two", "one")], id="both orders", marks=pytest.mark.slow)])
+    pytest.param([("one", "two"), ("two", "one")], id="both orders")])
 def test_two_scans_give_the_same_change_in_both_orders(tmp_path, orders):
     """The second scan's middle has shrunk by a known field; the sign turns with the order, within 0.01."""
     first = texture(0, 1.5)
@@ -220,6 +221,7 @@ def test_two_scans_give_the_same_change_in_both_orders(tmp_path, orders):
     assert percent(maps["two"][middle]) == pytest.approx(exact, rel=0.35) and exact < -8
 
 
+@pytest.mark.slow
 def test_scans_may_be_in_a_list_and_keep_its_order(tmp_path, monkeypatch, capsys):
     """Maps are kept when scans and results were moved, and from another working directory."""
     image, rng = make_subject(0, (16, 17), dims=2)["image"], np.random.default_rng(0)

@@ -80,6 +80,7 @@ def spoken(folder, attempt, rank=0):
     return any(line["attempt"] == attempt for line in read_lines(run_of(folder) / f"rank{rank}.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_signal_between_rounds_is_heard_and_what_may_pass_is_tried_again(tmp_path):
     """The first call of `begin` fails for once; that of the second round is slow, and then the signal comes."""
     call = """if [[ $3 == begin ]]; then
@@ -116,6 +117,7 @@ def test_a_signal_before_a_rank_listens_ends_the_round_without_a_death(tmp_path)
     assert [line["cause"] for line in history(run_of(tmp_path)) if line["event"] == "end"] == ["planned restart"]
 
 
+@pytest.mark.slow
 def test_a_full_log_changes_no_decision(tmp_path):
     """As under sbatch on a full disk: the log is where the launcher writes to, and takes nothing."""
     job = f"full-{os.getpid()}"
@@ -130,6 +132,7 @@ def test_a_full_log_changes_no_decision(tmp_path):
     assert ended(tmp_path) == ["done"]
 
 
+@pytest.mark.slow
 def test_it_may_be_started_by_a_relative_path_and_says_its_last_words_before_it_is_gone(tmp_path):
     """The user's own time until a restart comes after the launcher's, and counts."""
     (tmp_path / "own.yaml").write_text("base: config_demo.yaml\n")
@@ -228,6 +231,7 @@ def test_the_launch_goes_on_where_the_process_that_begins_a_round_is_killed(tmp_
     assert ended(tmp_path)[0] == "restart" and ended(tmp_path)[-1] == "done"
 
 
+@pytest.mark.slow
 def test_nothing_that_a_program_prints_is_run(tmp_path):
     """The output of run.notify, the name of a volume in a verdict: `begin` prints them beside its variables."""
     call = """if [[ $3 == begin ]]; then
@@ -237,6 +241,7 @@ def test_nothing_that_a_program_prints_is_run(tmp_path):
     assert not (tmp_path / "owned").exists() and ended(tmp_path) == ["done"]
 
 
+@pytest.mark.slow
 def test_an_answer_larger_than_a_pipe_keeps_nobody_waiting(tmp_path):
     """Of a job with thousands of nodes, whose names come several times."""
     call = f"""if [[ $3 == begin ]]; then
@@ -255,6 +260,7 @@ def test_help_is_a_text_and_starts_nothing(tmp_path, shell):
     assert not list(tmp_path.iterdir()), "no log"
 
 
+@pytest.mark.slow
 def test_an_option_that_does_not_exist_stops_at_once_and_copies_of_volumes_do_not_stay(tmp_path):
     """Whatever Python's argparse refuses it would refuse in every round. Ranks that are killed cannot remove copies;
     one that a process of another training holds stays."""

@@ -90,6 +90,7 @@ def test_a_folder_onto_one_volume_is_kept_where_it_grows_and_survives_a_bad_one(
     assert (tmp_path / "out/sub-01_T1w_to_sub-00_T1w/field.nii.gz").stat().st_mtime_ns > done
 
 
+@pytest.mark.slow
 def test_parts_of_a_list_are_joined(data, tmp_path, capsys):
     """Two of three parts have run; the whole command keeps their pairs, registers the rest, and is as if alone."""
     out, cases = tmp_path / "out", [tmp_path / f"case_000{number}.nii.gz" for number in range(4)]
@@ -203,6 +204,7 @@ def test_a_row_is_kept_with_the_paths_of_now_and_done_again_if_a_file_may_not_be
     assert kept_rows(read_results(tmp_path / "out"), {}, [now], tmp_path / "out") == {}
 
 
+@pytest.mark.slow
 def test_a_file_that_is_replaced_while_it_is_registered_is_done_again(data, tmp_path, monkeypatch, capsys):
     def overtaken(initial, fixed, moving, *more, **options):
         found = register_from(initial, fixed, moving, *more, **options)
@@ -320,6 +322,7 @@ def test_fields_of_two_pairs_with_one_learn2reg_name_are_refused(data, tmp_path,
     assert "would both be disp_0001_0007.nii.gz" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_pair_of_a_list_replaces_no_input_in_its_folder(data, tmp_path, capsys):
     out, images = tmp_path / "out", [data / f"sub-0{number}_T1w.nii.gz" for number in range(3)]
     rows = [("a", images[0], images[1]), ("b", images[0], images[2])]
@@ -337,6 +340,7 @@ def test_a_pair_of_a_list_replaces_no_input_in_its_folder(data, tmp_path, capsys
     assert warped.read_bytes() == kept and results(out)["pairs"][0]["name"] == "b"
 
 
+@pytest.mark.slow
 def test_a_learn2reg_field_of_others_is_not_replaced(data, tmp_path, capsys):
     for number in (1, 2):
         shutil.copy(data / f"sub-0{number}_T1w.nii.gz", tmp_path / f"case_000{number}.nii.gz")
@@ -361,6 +365,7 @@ def test_a_learn2reg_field_of_others_is_not_replaced(data, tmp_path, capsys):
     assert theirs.read_bytes() == b"theirs", "beside results too"
 
 
+@pytest.mark.slow
 def test_slices_and_volumes_do_not_share_a_list(data, tmp_path, capsys):
     for name in ("a", "b"):
         write_volume(data / f"{name}.nii.gz", make_subject(ord(name), (12, 13), dims=2)["image"], np.eye(4))
@@ -398,6 +403,7 @@ def test_a_label_on_another_grid_is_told_in_numbers(data, tmp_path, capsys):
     assert "--resample-labels resamples it to that grid" in said
 
 
+@pytest.mark.slow
 def test_a_result_saves_what_the_command_writes(data, tmp_path):
     paths = [data / f"sub-0{number}_T1w.nii.gz" for number in (0, 1)]
     assert call("--fixed", paths[0], "--moving", paths[1], "--out", tmp_path / "out", "--inverse") == 0
@@ -425,6 +431,7 @@ def in_memory(*seeds):
     return omnimorph.register(*volumes, affine=False, refine=False, device="cpu")
 
 
+@pytest.mark.slow
 def test_a_saved_result_replaces_its_own_volumes_and_none_of_the_user(tmp_path):
     path, result = tmp_path / "theirs/fixed.nii.gz", in_memory(1, 2)
     write_volume(path, make_subject(0, (16, 17), dims=2)["image"], np.eye(4))
@@ -456,6 +463,7 @@ def test_a_save_needs_no_terminal_and_can_be_repeated_after_an_interruption(tmp_
     assert results(tmp_path / "out")["complete"] and (tmp_path / "out/report.html").is_file()
 
 
+@pytest.mark.slow
 def test_labels_of_another_size_and_landmarks_are_registered_drawn_and_scored(data, tmp_path):
     """Also labels with numbers that float32 does not have."""
     words, unit = ["--resample-labels", "--labels", "nearest", "--out", tmp_path / "out"], 100_000_007

@@ -271,6 +271,7 @@ def options(data, folder, *more, **changes):
     return tiny.options(data, folder, *more, **{**SOME, "registration__masks": True, **changes})
 
 
+@pytest.mark.slow
 def test_a_training_with_labels_of_some_volumes_is_logged_and_resumes_exactly(data, tmp_path):
     """Some pairs deformed, and some seen in other intensities."""
     whole, parts, both = tmp_path / "whole", tmp_path / "parts", {"augment__deform": 0.5, "augment__remap": 0.5}

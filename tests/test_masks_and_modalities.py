@@ -191,6 +191,7 @@ def lesioned(image, centre=(14, 14, 12), radius=4.0, value=1.0):
     return np.where(far < radius, value, image).astype(np.float32), (far >= radius + 1).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_masked_lesions_do_not_pull_on_each_other():
     """Both volumes have a bright lesion, at different places: what is around them is aligned as if they had none."""
     everywhere = np.ones(SIZE)
@@ -229,6 +230,7 @@ def test_intensities_that_a_mask_leaves_out_change_nothing():
         assert results[0].similarity == pytest.approx(result.similarity, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_beyond_a_field_of_view_that_cuts_the_anatomy_nothing_counts():
     """The error in what the moving volume shows is that of the whole volume, or the border would pull on the field."""
     fixed, moving = (volume[0, 0].numpy() for volume in known_pair(3)[:2])
@@ -263,6 +265,7 @@ def test_after_a_start_from_a_field_nothing_beyond_the_field_of_view_counts_eith
     assert by_field.similarity == pytest.approx(by_header.similarity, abs=0.01)
 
 
+@pytest.mark.slow
 def test_what_a_scanner_has_not_reconstructed_is_air():
     image, target = (1500.0 * make_subject(seed, SIZE)["image"] - 1000.0 for seed in (0, 1))
     circle = np.hypot(*np.meshgrid(*(np.linspace(-1, 1, n) for n in SIZE[:2]), indexing="ij"))[..., None] < 1.0
@@ -283,7 +286,7 @@ def resampled(image, degrees):
 
 
 @pytest.mark.parametrize("side", ["fixed", "moving"])
-@pytest.mark.parametrize("size", [(44, 40, 48), (90, 96)])
+@pytest.mark.parametrize("size", [pytest.param((44, 40, 48), marks=pytest.mark.slow), (90, 96)])
 def test_blank_corners_of_a_resampled_volume_do_not_count(size, side):
     """They cut the anatomy, and are none: with them, the affine part misses by many times as much."""
     image = 100 * (0.3 + smooth_noise(size)[0, 0].numpy())
@@ -326,6 +329,7 @@ def test_only_planes_that_cut_what_a_volume_shows_bound_it():
     assert np.array_equal(padded[:, :44], turned == 0) and not padded[:, 44:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", ["bar", "trunk"])
 def test_air_with_flat_sides_counts_as_before(shown):
     """Nothing is shown there by the other volume, so it is no corner of a resampled one: no mask, and no change."""
@@ -360,6 +364,7 @@ def head(seed, size=(40, 44, 36)):
     return whole, np.where(brain, subject["image"], 0), subject["label"]
 
 
+@pytest.mark.slow
 def test_two_volumes_alike_and_parts_have_no_mask_of_their_own():
     """Nor two stripped volumes of one content that a rigid map leaves at different sizes, nor half of a head."""
     def side(*pair):
@@ -379,6 +384,7 @@ def test_two_volumes_alike_and_parts_have_no_mask_of_their_own():
     assert side(other, half) == side(half, other) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stripped", ["fixed", "moving"])
 def test_one_skull_stripped_volume_counts_only_where_it_shows_something(stripped, tmp_path):
     """Its outline is not matched to that of the whole head, as it is with a mask that switches this off."""
@@ -478,6 +484,7 @@ def test_a_second_channel_shows_what_the_first_does_not():
     assert errors[1] < 0.7 * errors[0]
 
 
+@pytest.mark.slow
 def test_the_program_takes_channels_and_warps_them(tmp_path):
     fixed, moving = (make_subject(seed, SIZE)["image"] for seed in (7, 8))
     for name, array in (("f", fixed), ("m", moving), ("f2", other_contrast(fixed)), ("m2", other_contrast(moving)),

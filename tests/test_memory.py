@@ -145,6 +145,7 @@ def test_a_driver_that_does_not_report_free_memory_shows_a_graph_but_no_leak_of_
     assert find_leak(flat, range(len(flat))) is None
 
 
+@pytest.mark.slow
 def test_a_leak_that_goes_on_is_logged_again_and_printed_once(monkeypatch, capsys):
     logged, free = [], 400 * GIB
     samples = ({"host_used": 4 * GIB + 3 * step * 2 ** 20, "host_free": free - 3 * step * 2 ** 20,
@@ -186,7 +187,7 @@ def watched(what):
 
 
 @linux
-@pytest.mark.parametrize("what, told", [("keeps", WINDOW + 1), ("frees", None)])
+@pytest.mark.parametrize("what, told", [pytest.param("keeps", WINDOW + 1, marks=pytest.mark.slow), ("frees", None)])
 def test_a_watched_loop_is_told_as_soon_as_its_leak_shows_and_once(tmp_path, what, told):
     done = warm.program(watched, what, tmp_path)
     assert done.stdout.split() == ["28", str(told)], "the first two steps are not samples"

@@ -354,9 +354,9 @@ def any_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-@pytest.mark.parametrize("name", ["config_demo", "config_hippocampus", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("config_medium", "config_om"))])
+@pytest.mark.parametrize("name", ["config_demo", "config_hippocampus", "config_medium", "config_om"])
 def test_torch_chooses_the_slow_loop_for_no_convolution_of_a_shipped_config(name, any_threads):
     """At the size of its volumes, for one sample: what torch itself answers when it is asked for the kernel."""
     chosen = set()

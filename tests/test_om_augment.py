@@ -152,6 +152,7 @@ def test_a_deformation_of_the_world_is_the_same_on_every_grid(affine):
     assert np.abs(found - bent(SHAPE, affine))[:, inside].max() < 1e-3
 
 
+@pytest.mark.slow
 def test_the_grid_is_that_of_the_training(copies):
     for number, changes in ((1, {}), (2, {"data.crop_above": 0.2}), (2, {"data.img_size": [20, 26, 30],
                                                                         "data.spacing_mm": 1.1})):
@@ -460,6 +461,7 @@ def test_a_killed_run_leaves_whole_files_and_ends_as_an_undisturbed_one(data):
 # With a network
 # ---------------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_a_network_changes_the_draws_and_a_target_changes_them_again(data, model):
     image, label = (data / f"data/{folder}/s_001.nii.gz" for folder in ("imagesTr", "labelsTr"))
     target = data / "data/imagesTr/s_002.nii.gz"
@@ -549,6 +551,7 @@ def test_a_registered_copy_has_the_shape_and_the_grid_of_its_target(data, capsys
         assert float(line["deformation_percent_mean"]) < measure(field, affine)["mean"], "the affine map does not count"
 
 
+@pytest.mark.slow
 def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkeypatch):
     """Two scans of one person, and two targets, of which one is a byte copy of the first scan."""
     monkeypatch.setattr(augment_volumes, "register",

@@ -177,6 +177,7 @@ def test_registered_pairs_know_their_own_verdict():
     assert mirrored.verdict == "failed" and "mirrors" in mirrored.reason
 
 
+@pytest.mark.slow
 def test_no_warning_advises_what_has_run():
     fixed, moving = brain(0), brain(1)[:, :, :8]
     apart = np.eye(4)

@@ -231,6 +231,7 @@ def test_parameters_are_those_of_the_map():
     assert displacement(np.array([1.0, -2.0, 0, 0, 0.01, 0]), 5) == pytest.approx(3.05)
 
 
+@pytest.mark.slow
 def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
     image = texture(1, 2.0)
     centre = (AFFINE @ [*(np.subtract(SIZE, 1) / 2), 1])[:3]
@@ -280,6 +281,7 @@ def test_a_frame_that_hardly_moved_does_not_smooth_the_next_one(tmp_path, monkey
     assert float(table(tmp_path / "out/motion.tsv")[2]["similarity"]) > 0.995
 
 
+@pytest.mark.slow
 def test_a_run_that_is_broken_off_is_not_complete_and_keeps_its_frames(tmp_path, monkeypatch, capsys):
     image = make_subject(0, (12, 13, 11))["image"]
     write_volume(tmp_path / "bold.nii.gz", np.stack([image, image[::-1]], -1), AFFINE)
@@ -304,6 +306,7 @@ def test_frames_that_could_not_be_aligned_do_not_count_in_the_mean(tmp_path):
     np.testing.assert_array_equal(found, np.full((2, 3, 4), 2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix, dot, reason", [
     (".nii.gz", 0, "{}, frame 1: every voxel is 0"),
     (".mgz", 1, "the moving volume shows something in a single plane only")])
@@ -346,6 +349,7 @@ def test_a_bad_frame_is_empty_and_all_keep_their_numbers_and_the_unit_of_time(tm
     assert [row["framewise_displacement"] for row in left] == [None] * 4
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_all_frames_or_with_the_machine_is_an_error_and_no_result(tmp_path, monkeypatch, capsys):
     thin = np.random.default_rng(0).random((14, 16, 3, 3), np.float32)
     write_volume(tmp_path / "thin.nii.gz", thin, AFFINE)

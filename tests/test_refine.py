@@ -98,7 +98,7 @@ def test_it_goes_on_from_the_field_given_and_interpolates_once():
     assert further > alike(moving, fixed, half, cfg) > alike(moving, fixed, None, cfg) and further > from_zero
 
 
-@pytest.mark.parametrize("weight", ["auto", 0.5])
+@pytest.mark.parametrize("weight", [pytest.param("auto", marks=pytest.mark.slow), 0.5])
 def test_a_volume_stays_where_it_is_already_itself(weight):
     """Each step moves its fastest voxel by a whole step, however little force is left."""
     moving, fixed, true = pair(3)
@@ -199,6 +199,7 @@ def test_the_weight_follows_from_the_pair():
     assert of_noisy < with_least and of_fine < with_most
 
 
+@pytest.mark.slow
 def test_each_place_has_the_smoothing_that_suits_it():
     """Both pairs of the test above, side by side in one volume."""
     moving, fixed, _ = (torch.cat(sides, dim=2) for sides in zip(*fine_and_noisy(
@@ -218,6 +219,7 @@ def test_what_a_mask_leaves_out_has_no_edges():
     assert largest > 10 and largest_masked < 2
 
 
+@pytest.mark.slow
 def test_auto_is_the_weight_inferred_and_equal_weights_everywhere_are_one_number():
     moving, fixed, _ = pair(3)
     weight = inferred_weight(unmasked(moving, fixed), None, config())

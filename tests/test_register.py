@@ -224,6 +224,7 @@ def on_a_strict_terminal(words):
     return OM_register.main(words) or OM_evaluate.main(["--pairs", f"{out}/results.json", "--out", f"{out}/scores"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux stores such names")
 def test_a_name_that_is_not_utf8_is_like_any_other(place, tmp_path):
     moving = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.nii.gz")

@@ -261,6 +261,7 @@ def test_a_volume_beyond_memory_gets_a_coarser_grid_and_a_sentence(monkeypatch):
     assert found.field.shape == (3, *fixed[0].shape) and len(found.warnings) == 1
 
 
+@pytest.mark.slow
 def test_a_large_volume_is_refined_on_its_own_grid_if_asked_and_if_memory_allows(monkeypatch):
     monkeypatch.setattr(grids, "MOST_VOXELS", 3000)
     fixed, moving = two_volumes(0, 1)
@@ -467,9 +468,9 @@ def test_the_recommended_number_of_steps_needs_no_number(monkeypatch):
     assert asked == [STEPS, 7, STEPS_CONTINUED]
 
 
+@pytest.mark.slow
 @apart_is_said_elsewhere
-@pytest.mark.parametrize("fixed, moving, far", [
-    (0, 1, 1.5), pytest.param(1, 2, 2, marks=pytest.mark.slow), pytest.param(2, 0, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fixed, moving, far", [(0, 1, 1.5), (1, 2, 2), (2, 0, 1)])
 def test_a_registration_continues_from_an_earlier_one(fixed, moving, far):
     """Without further steps the map stays what it was, on any two grids; with some it gets better."""
     fixed, moving = two_volumes(fixed, moving)
@@ -483,6 +484,7 @@ def test_a_registration_continues_from_an_earlier_one(fixed, moving, far):
     assert first.smoothing == further.smoothing and same.smoothing is None
 
 
+@pytest.mark.slow
 def test_an_earlier_field_of_another_pair_follows_the_affine_part_that_is_found_now():
     """As of the frames of a series."""
     image = np.pad(make_subject(0, (40, 48), dims=2)["image"], 12)
@@ -492,7 +494,7 @@ def test_an_earlier_field_of_another_pair_follows_the_affine_part_that_is_found_
     assert np.abs(found.field - [[[6]], [[0]]])[:, 20:44, 20:52].mean() < 0.1 and found.similarity > 0.95
 
 
-@pytest.mark.parametrize("affine", ["rigid", False])
+@pytest.mark.parametrize("affine", [pytest.param("rigid", marks=pytest.mark.slow), False])
 def test_an_affine_part_that_is_in_the_earlier_field_is_not_counted_twice(affine):
     image = np.pad(make_subject(0, (40, 48), dims=2)["image"], 12)
     larger = ndimage.affine_transform(image, np.eye(2) * 0.85, 0.075 * np.array(image.shape), order=1)
@@ -531,6 +533,7 @@ def test_outside_the_moving_image_is_its_least_intensity():
     np.testing.assert_allclose(apply_field(image, OBLIQUE, far, OBLIQUE), -1000, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_affine_alignment_begins_where_the_start_says():
     image = make_subject(0, (26, 30, 28))["image"]
     turned = make_affine(degrees=(0, 0, 8), origin=(40, -7, 3))

@@ -51,6 +51,7 @@ def page_of(run, out):
     return out.read_text()
 
 
+@pytest.mark.slow
 def test_the_page_of_a_real_run(folder, tmp_path):
     text = page_of(run_of(folder), tmp_path / "page.html")
     page = Balance(text)

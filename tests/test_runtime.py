@@ -72,6 +72,7 @@ def test_make_names_an_old_python(tmp_path):
     assert f"error: Python 3.11 or newer is needed, and {old} is 3.9: name another one" in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_tools_work_without_fcntl(tmp_path):
     """As on Windows. A real registration, with its lock."""
     script = """

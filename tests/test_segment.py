@@ -295,6 +295,7 @@ def joined(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_one_atlas_alone_gives_no_doubt(joined):
     head, *lines = (joined / "out/labels.tsv").read_text().splitlines()
     assert head.split("\t") == ["image", "label", "mm2", "doubt", "dice"]
@@ -314,6 +315,7 @@ def warped_in(folder):
     return {path.parent.name for path in folder.glob("out/atlases/*/warped*.nii.gz")}
 
 
+@pytest.mark.slow
 def test_broken_atlases_and_labels_on_another_grid_are_named_and_only_what_is_missing_is_made_again(joined, tmp_path,
                                                                                                     capsys):
     place = shutil.copytree(joined, tmp_path / "copy")
@@ -364,6 +366,7 @@ def test_an_image_that_failed_in_joining_is_only_joined_by_the_next_run(joined, 
     assert warped_in(place) == {"of_mine"}
 
 
+@pytest.mark.slow
 def test_a_label_map_that_was_corrected_is_not_made_anew(joined, tmp_path, capsys):
     place = shutil.copytree(joined, tmp_path / "copy")
     label = place / "out/s_1/label.nii.gz"
@@ -380,6 +383,7 @@ def test_a_label_map_that_was_corrected_is_not_made_anew(joined, tmp_path, capsy
     assert join_in(place) == 0 and 7 not in read_label(label, 2)[0]
 
 
+@pytest.mark.slow
 def test_registered_atlases_that_are_to_be_kept_are_made_again_where_they_are_gone(joined, tmp_path, capsys):
     place = shutil.copytree(joined, tmp_path / "copy")
     for kept in ("1 of 2", "1 of 1"):  # the first time s_0_to_s_2, then only the failed image asks for its pair

@@ -47,9 +47,9 @@ STEPS = 3
 # Trainings of a few steps
 # ---------------------------------------------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module", params=[pytest.param("zero1", marks=pytest.mark.slow), "fsdp"])
+@pytest.fixture(scope="module", params=["zero1", "fsdp"])
 def strategy(request):
-    """Those that are compared with ddp. By default the one that changes most: it holds a part of each weight only."""
+    """Those that are compared with ddp."""
     return request.param
 
 
@@ -121,7 +121,6 @@ def test_validation_of_three_pairs_on_two_ranks_is_the_same(plain, trained, stra
         assert found[name] == same, name
 
 
-@pytest.mark.slow
 def test_a_death_in_a_forward_is_survived_with_the_same_bits(data, tmp_path, trained, strategy):
     """With fsdp the other rank is in the same forward then, and waits for slices that do not come."""
     fault = {"id": "fault", "do": "kill", "rank": 1, "phase": "forward", "mode": "diffusion", "step": 2}
@@ -338,7 +337,6 @@ def check_alone(after, folder, data, ranks, monkeypatch, tolerance=TOLERANCE, **
         assert worst <= (0 if writer in EXACT else tolerance), (writer, strategy)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["shared", "per_mode"])
 def test_every_strategy_goes_on_from_every_checkpoint(data, tmp_path, monkeypatch, moments):
     """om_net with accumulation and with activation checkpointing."""
@@ -352,7 +350,6 @@ def test_every_strategy_goes_on_from_every_checkpoint(data, tmp_path, monkeypatc
     assert steps == ({"shared": 3} if moments == "shared" else dict.fromkeys(om.MODES, 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks, changes", [
     (2, {"model__name": "recresacnet", "data__img_size": 16}), (2, {"model__name": "recmulmodmutattnnet"}),
     (3, {"model__use_checkpoint": "false"}), (2, {"run__exact_sums": "false", "run__channels_last": "false"})],
@@ -370,7 +367,6 @@ def test_so_does_every_network(data, tmp_path, monkeypatch, ranks, changes):
         check_alone(after, folder, data, ranks, monkeypatch, tolerance, **changes)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not FAST_BF16, reason="bfloat16 is emulated here")
 @pytest.mark.parametrize("detach", ["true", "false"])
 def test_bfloat16_with_passes_that_have_no_gradient(data, tmp_path, detach):

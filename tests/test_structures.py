@@ -347,6 +347,7 @@ def test_another_number_of_labels_is_one_sentence(data, tmp_path, capfd):
             "6): set it to that number, or name those that count by registration.labels.") in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_structures_that_nothing_teaches_are_refused_unless_the_network_segments_already(data, tmp_path, finished_run,
                                                                                          capfd):
     untaught = {**QUICK, "model__rec_num": 2, **LEARNED, "loss__segment": 0, "model__descents": 2,

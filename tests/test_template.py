@@ -102,6 +102,7 @@ def test_the_middle_of_subjects_and_their_mirror_images_is_the_middle_of_both_gr
     assert half["left"] < 0.02 and float(half["way"].abs().max()) > 1
 
 
+@pytest.mark.slow
 def test_a_symmetric_volume_is_turned_upright():
     image = make_subject(0, (22, 20, 18))["image"]
     image = (image + image[::-1]) / 2
@@ -303,6 +304,7 @@ def test_what_makes_no_group_is_refused(small, capsys):
     assert OM_study.main(words) == 43 and "a template needs 2 subjects" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_template_that_is_broken_off_at_its_end_repeats_no_round(small, tmp_path, capsys):
     """Not even if the subjects lie elsewhere by then."""
     shutil.rmtree(small / "out", ignore_errors=True)  # where another test comes first
@@ -324,6 +326,7 @@ def test_a_template_that_is_broken_off_at_its_end_repeats_no_round(small, tmp_pa
     assert one["moving_label"] == str(small / "group/s_0_dseg.nii.gz")
 
 
+@pytest.mark.slow
 def test_a_template_that_was_broken_off_leaves_no_smoothing_to_one_with_other_options(small, tmp_path):
     out = tmp_path / "out"
     (out / "template.html").mkdir(parents=True)  # the run ends here
@@ -373,6 +376,7 @@ def test_a_template_that_was_moved_is_read_where_it_lies(small, tmp_path, capsys
         shutil.rmtree(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_whatever_a_template_depends_on_makes_it_again(small, tmp_path, capsys):
     assert make(small) == 0
     small = shutil.copytree(small, tmp_path / "small")

@@ -91,8 +91,9 @@ def same_run(folder, whole):
         [line[name] for name in logged] for line in epochs] == [[line[name] for name in logged] for line in others]
 
 
-def test_a_run_that_is_killed_at_several_steps_ends_with_the_same_weights(data, tmp_path, whole, capfd):
-    for step in (0, 8):
+@pytest.mark.parametrize("steps", [(8,), pytest.param((0, 8), marks=pytest.mark.slow)], ids=str)
+def test_a_run_that_is_killed_ends_with_the_same_weights(data, tmp_path, whole, capfd, steps):
+    for step in steps:
         kill_in(options(data, tmp_path, **QUICK, **CARRIED), tmp_path, step)
     assert train(data, tmp_path, **CARRIED) == 0
     assert "continuing from" in capfd.readouterr().out
@@ -127,6 +128,7 @@ def test_only_a_leak_that_runs_out_soon_is_the_reason_to_leave(data, tmp_path, m
     assert why == ("rank 0: runs out in 9 steps" if left == 9 else om.WHY_LEFT["memory"])
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_of_an_epoch_is_heard_before_its_validation(data, tmp_path, whole, monkeypatch):
     """A launch that hears it before its first step validates first, or it could leave for ever."""
     advance, announce = om.advance, om.training_state.announce
@@ -170,6 +172,7 @@ def test_the_average_of_the_weights_is_what_later_tools_load(whole):
     assert equal(dict(net.state_dict()), state["ema"])
 
 
+@pytest.mark.slow
 def test_the_schedule_goes_by_epochs_whatever_a_step_holds(data, tmp_path, whole):
     """More ranks make fewer steps of an epoch: a rate that counted steps would not be at its end then."""
     assert train(data, tmp_path, data__global_batchsize=12, **CARRIED) == 0
@@ -178,6 +181,7 @@ def test_the_schedule_goes_by_epochs_whatever_a_step_holds(data, tmp_path, whole
     assert len(lines) == 2 and [line["lr"] for line in lines] == [many[0], many[6]]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_precision_in_which_it_began_and_keeps_each_launch(data, tmp_path, capfd):
     here = precision("auto", torch.device("cpu"))
     other = {"off": "bf16", "bf16": "off"}[here]
@@ -262,6 +266,7 @@ def counts(adams):
     return {mode: {int(entry["step"]) for entry in adam["state"].values()} for mode, adam in adams.items()}
 
 
+@pytest.mark.slow
 def test_shared_moments_become_those_of_each_mode_but_not_the_other_way(data, tmp_path, capfd):
     def one_launch(steps, **changes):
         code = train(data, tmp_path, "--max-steps-before-restart", str(steps), **changes)
@@ -282,6 +287,7 @@ def test_shared_moments_become_those_of_each_mode_but_not_the_other_way(data, tm
     assert "set optim.moments to per_mode, or start a new run with --fresh --init-from" in said
 
 
+@pytest.mark.slow
 def test_groups_of_parameters_keep_their_rates_and_a_resumed_run_its_bits(data, tmp_path, monkeypatch):
     """Also in other groups: a checkpoint knows parameters by their place in the network."""
     def in_groups(*groups):
@@ -361,8 +367,9 @@ def test_finished_run_says_so_and_trains_no_further(data, tmp_path, finished, wh
     assert len(log_lines(tmp_path, "step")) == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="neither such names nor /dev/full are everywhere")
-@pytest.mark.parametrize("outputs", ["> /dev/full 2>&1", pytest.param(">&- 2> /dev/full", marks=pytest.mark.slow)],
+@pytest.mark.parametrize("outputs", ["> /dev/full 2>&1", ">&- 2> /dev/full"],
                          ids=["full disk", "no output"])
 def test_output_that_nobody_takes_ends_no_training(data, tmp_path, finished_run, outputs):
     """A process of its own: Python writes what is left of both outputs as it ends."""
@@ -537,6 +544,7 @@ def test_the_condition_is_dropped_in_a_share_of_the_volumes(data, share, count):
     assert (~used).float().mean().item() == pytest.approx(share, abs=0.05 * (0 < share < 1))
 
 
+@pytest.mark.slow
 def test_validation_comes_every_so_many_epochs_and_at_the_end(data, tmp_path, capsys):
     one_step = {"run__val_every": 2, "data__train_ids": "0-1", "data__expect_samples": 2, "data__repeats": 1}
     assert train(data, tmp_path, run__epochs=3, **one_step) == 0
@@ -731,6 +739,7 @@ def test_mode_2_matches_and_keeps_what_the_averaged_weights_make_of_a_sample(dat
     assert not torch.equal(kept[0], om.embeddings.embed(net, batch, cfg)[0]) and loss.item() != own
 
 
+@pytest.mark.slow
 def test_every_key_is_read(data, tmp_path, monkeypatch):
     """A key nobody reads is a lie in the config file."""
     read = set()
@@ -837,6 +846,7 @@ def test_bad_input_is_one_sentence(data, tmp_path, capfd, changes, words):
     assert not list((tmp_path / "Models").rglob("*")), "a refused first start leaves nothing"
 
 
+@pytest.mark.slow
 def test_a_volume_that_a_worker_cannot_read_is_one_sentence_too(tmp_path):
     make_data(tmp_path, size=8)
     path = tmp_path / "data/imagesTr/subject_0002.nii.gz"

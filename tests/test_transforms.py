@@ -439,6 +439,7 @@ def test_too_little_memory_is_told_before_anything_is_read(far_apart, tmp_path, 
             register_from(far_apart / name, far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz")
 
 
+@pytest.mark.slow
 def test_how_sixteen_numbers_and_a_field_are_understood_is_printed(far_apart, tmp_path, capsys):
     fixed, moving = far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz"
     nitransforms.linear.Affine(np.eye(4), reference=fixed).to_filename(tmp_path / "a.mat", fmt="fsl", moving=moving)

@@ -73,6 +73,7 @@ def test_a_phase_beyond_its_deadline_ends_the_process_and_names_the_function(tmp
     assert lines(tmp_path)[-1]["phase"] == "forward" and lines(tmp_path)[-1]["deadline"] == 0.4
 
 
+@pytest.mark.slow
 def test_each_phase_starts_its_own_clock_and_the_last_one_keeps_it(tmp_path):
     body = ("for _ in range(4):\n    watchdog.phase('forward')\n    time.sleep(0.6)\nprint('in time', flush=True)\n"
             "watchdog.finish()\ntime.sleep(15)")
