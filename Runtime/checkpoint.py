@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import pickle
+import re
 import shutil
 import struct
 import sys
@@ -205,6 +206,9 @@ def read(path, map_location="cpu"):
             raise InputError(f"{path} cannot be read as a checkpoint, because it does not start like one: give a "
                              "checkpoint (.pth), a .safetensors file, a run's folder or the word universal; if it was "
                              "a checkpoint, restore it.") from error
+        if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+            raise InputError(f"{path} holds Python objects ({found[1]}), which are not loaded since they may run code: "
+                             "save it again with the program that wrote it, plain tensors and numbers only.") from error
         raise InputError(f"{path} {_reason(error)}: restore the file or use another checkpoint.") from error
 
 

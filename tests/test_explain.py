@@ -48,6 +48,11 @@ RECORDED = {
     "NCCL INFO comm 0x55 rank 0 nranks 2 - Init COMPLETE": "one node",
     "RuntimeError: No backend type associated with device type xpu": "xccl",
     "SYCL version mismatch": "same release",
+    "SYCL mismatch": "same release",
+    "AssertionError: Unknown backend type ccl": "same release",
+    "Abort was called at 288 line in file: /src/shared/source/os_interface/linux/drm_neo.cpp": "THRESHOLD=10000",
+    "WeightsUnpickler error: Unsupported global: GLOBAL numpy.core.multiarray._reconstruct": "numbers only",
+    "Some of your processes may have been killed by the cgroup out-of-memory handler.": "num_workers",
 }
 
 
