@@ -37,8 +37,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--nnunet", metavar="NAME", help="also write originals and copies as a data set of nnU-Net "
                                                          "v2, such as Dataset501_Brains; X_0000 and X_0001 then get "
                                                          "the same deformation, as channels of X")
-    parser.add_argument("--draws", type=int, help=f"copies of each volume ({DRAWS}; with --register the number of "
-                        "other volumes to register to)")
+    parser.add_argument("--draws", type=int, help=f"copies of each volume ({DRAWS}; with --register, one for "
+                        "each other volume of --target)")
     parser.add_argument("--start", metavar="T", help="time of the random deformation (larger is stronger), a range "
                         "such as 40-79, or 48+2: 48, and 2 more in every other copy (default: copies.start of the "
                         "config, usually the largest)")
