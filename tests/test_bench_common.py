@@ -1,4 +1,5 @@
-"""What a resumed benchmark takes from an earlier run: nothing that other code or other data has made."""
+"""What a resumed benchmark takes from an earlier run: nothing that other code or other data has made; its last line."""
+import json
 import runpy
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import bench_modes
 import bench_registration
 import bench_segment
 import common
+import first_day
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,14 @@ def test_a_resumed_comparison_takes_no_network_of_other_code_data_or_threads(tmp
         monkeypatch.setattr(bench_registration, "our_commit", lambda *more, args=args: args.commit)
         bench_registration.our_model("net", args)
         assert len(trained) == (1, 1, 2)[number - 1]
+
+
+@pytest.mark.parametrize("sections, key, value", [(["syncs"], "host_syncs", 7), (["syncs", "memory"], "sections", 2)])
+def test_the_first_day_ends_with_one_sections_figures_or_the_count_of_several(sections, key, value, tmp_path,
+                                                                              monkeypatch, capsys):
+    monkeypatch.setattr(first_day, "run_apart", lambda section, args: {"section": section.__name__, "host_syncs": 7})
+    assert first_day.run_sections(types.SimpleNamespace(section=sections, out=tmp_path / "first_day.json")) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])[key] == value
 
 
 def test_a_benchmark_on_a_cluster_needs_no_pytest(monkeypatch):
