@@ -1,6 +1,7 @@
 """Local correlation by running sums against the plain dense convolution, in value and gradient."""
 import math
 
+import bench_ops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,6 +148,12 @@ def test_agrees_with_monai(size):
     counted = math.prod((n + 8) / (n + 16) for n in size)
     monai = losses.LocalNormalizedCrossCorrelationLoss(spatial_dims=len(size), kernel_size=9)
     assert counted * float(local_correlation(a, b)) == pytest.approx(-float(monai(a, b)), abs=1e-3)
+
+
+def test_the_benchmark_compares_with_monai_where_both_count_the_same_voxels():
+    pytest.importorskip("monai.losses")
+    row, _ = bench_ops.bench_correlation(16, 1, "MONAI", bench_ops.monai_correlation(), 20)
+    assert float(row[4]) < 1e-4
 
 
 @pytest.mark.parametrize("squared", [True, False])
