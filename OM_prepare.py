@@ -186,6 +186,7 @@ def prepare(folder, cfg, args):
             if content:
                 cache.check_settings(folder, content["settings"], cfg)
                 break
+    cache.require_root(cfg)
     _, mark = cache.list_mark(cfg["data.root"])
     items = list_volumes(cfg["data.root"], cfg["data.subject_pattern"], cfg["data.channels"])
     if args.fresh:

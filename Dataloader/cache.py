@@ -272,6 +272,13 @@ def read_json(path):
         return None
 
 
+def require_root(cfg):
+    """Raises InputError if the config's volumes do not exist, as in a fresh clone."""
+    if not Path(cfg["data.root"]).exists() and not glob.glob(cfg["data.root"], recursive=True):
+        raise InputError(f"data.root {cfg['data.root']}: there is no such data folder or list; name your volumes by "
+                         "--set data.root=FOLDER.")
+
+
 def read_manifest(folder, cfg):
     """The manifest of a cache made with this config's settings.
 
@@ -282,10 +289,8 @@ def read_manifest(folder, cfg):
     again = "run OM_prepare.py with this config"
     if not (folder / "manifest.json").is_file():
         plan = read_json(folder / "plan.json")
-        if not plan and not Path(cfg["data.root"]).exists() and not glob.glob(cfg["data.root"], recursive=True):
-            raise InputError(f"data.root {cfg['data.root']}: there is no such data folder or list, and nothing "
-                             f"prepared in data.cache {folder}; name your volumes by --set data.root=FOLDER.")
         if not plan:
+            require_root(cfg)
             raise InputError(f"data.cache {folder}: there is no prepared cache; {again} first.")
         check_settings(folder, plan["settings"], cfg)
         missing = {number: ids for number, ids in plan["groups"].items()

@@ -1,4 +1,5 @@
 """What pages say since a review found it missing or wrong, and the page of promises."""
+import argparse
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import pytest
 
 import OM_train_3modes as om
 from Dataloader.cache import read_manifest
+from OM_prepare import prepare
 from Report.goodput import add_up
 from Report.rules import find_all
 from Report.run import headline
@@ -35,7 +37,7 @@ ONE_SUBJECT = {"data__train_ids": "", "data__val_ids": "", "data__subject_patter
                  id="G11-config"),
     pytest.param("README.md", "--nodes=4 --gres=gpu:4 --ntasks-per-node=4", None, id="G13"),
     pytest.param("Notebooks/register.ipynb", "100 steps of refinement", "`refine=60` then", id="G21"),
-    pytest.param("docs/registration.md", "OMP_NUM_THREADS.*0\\.71 mm", None, id="H26"),
+    pytest.param("docs/registration.md", "OMP_NUM_THREADS.*0\\.15 mm", None, id="H26"),
     pytest.param("docs/training.md", "so 0\\.92 shows no learning", "1 is what no prediction gets", id="I13"),
     pytest.param("Diffusion/diffuser.py", "undo", "undo exactly", id="I14"),
     pytest.param("docs/training.md", "tmux", None, id="F11")])
@@ -49,6 +51,8 @@ def test_a_fresh_clone_is_told_that_no_data_were_named(tmp_path):
     cfg = load_config("config_om.yaml", [f"data.cache={tmp_path}", f"data.root={tmp_path / 'none'}"])
     with pytest.raises(InputError, match="data.root .*none: there is no such data folder.*--set data.root=FOLDER"):
         read_manifest(tmp_path, cfg)
+    with pytest.raises(InputError, match="data.root .*none: there is no such data folder.*--set data.root=FOLDER"):
+        prepare(tmp_path, cfg, argparse.Namespace(fresh=False, repair=False))
 
 
 def test_bars_of_a_job_print_a_line_a_minute():
