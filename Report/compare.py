@@ -1,7 +1,7 @@
 """Runs side by side: `python -m Report.compare RUN RUN...`.
 
 It shows the keys that differ, the curves on one axis, results and cost. It writes one page and prints the final
-figures, also as a table for progress.md.
+figures, also as a Markdown table for a notebook.
 """
 import argparse
 import sys
@@ -12,7 +12,7 @@ import numpy as np
 from Report.charts import grid, line_chart
 from Report.goodput import add_up, goodput
 from Report.page import markdown_table, table_html, text_table, write_page
-from Report.run import differing_keys, duration, epochs_done, speed, state_of
+from Report.run import differing_keys, duration, epochs_done, settings_of, speed, state_of
 from Report.run_charts import smoothed
 from Report.run_logs import read_run
 from Runtime.errors import DONE, InputError, parse_options, run_program
@@ -71,7 +71,7 @@ def compared(runs, out):
     if len(runs) < 2:
         raise InputError(f"compare {runs[0]}: name two runs or more.")
     names, runs = short_names(runs), [read_run(run) for run in runs]
-    keys = differing_keys([found["config"] for found in runs], PLACES)
+    keys = differing_keys([settings_of(found["launches"][-1]) if found["launches"] else {} for found in runs], PLACES)
     columns = [figures(found) for found in runs]
     rows = [[name, *(column.get(name) for column in columns)]
             for name in dict.fromkeys(name for column in columns for name in column)]
@@ -79,14 +79,14 @@ def compared(runs, out):
                 ("Curves", overlaid(runs, names)), ("Results and cost", table_html(["", *names], rows))]
     page = write_page(out, "Runs side by side", ", ".join(names), sections)
     print(text_table(["key", *names], keys) if keys else "no key differs")
-    print(f"\n{text_table(['', *names], rows)}\n\nfor progress.md:\n\n{markdown_table(['', *names], [*keys, *rows])}")
+    print(f"\n{text_table(['', *names], rows)}\n\nfor a notebook:\n\n{markdown_table(['', *names], [*keys, *rows])}")
     print(f"\nreport: {page.resolve()}")
     return DONE
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.compare", description="Runs side by side: keys "
-                                     "that differ, curves on one axis, final figures, cost; also for progress.md.")
+                                     "that differ, curves on one axis, final figures, cost; also for a notebook.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
     parser.add_argument("--out", type=Path, default=Path("Logs/compare.html"), metavar="FILE", help="the page")
     return run_program(lambda args: compared(args.runs, args.out), parse_options(parser, argv))

@@ -287,11 +287,16 @@ def differing_keys(configs, without=()):
             if len({json.dumps(cfg.get(key)) for cfg in configs}) > 1]
 
 
+def settings_of(launch):
+    """What a launch was run with: its flat config and, as `code`, the mark of its code. launch: of `read_launches`."""
+    return {**launch["config"], "code": launch["code"]}
+
+
 def config_changes(found):
     """[(heading, rows of `differing_keys`)] from each launch to the next, where any differ."""
     result, launches = [], found["launches"]
     for old, new in zip(launches, launches[1:]):
-        rows = differing_keys([old["config"], new["config"]])
+        rows = differing_keys([settings_of(old), settings_of(new)])
         if rows:
             result.append((f"since launch {new['number']}, step {new.get('step', '-')}", rows))
     return result

@@ -5,6 +5,7 @@ being written, is left out. The steps of rank 0 become columns of numbers, so th
 read in seconds.
 """
 import array
+import hashlib
 import json
 import math
 import os
@@ -188,13 +189,19 @@ def of_form(content, form):
 
 
 def read_launches(run):
-    """[{"number", "config": flat dict, **launch.json}] of the launches of a run, oldest first."""
+    """[{"number", "config": flat dict, "code", **launch.json}] of the launches of a run, oldest first.
+
+    code: the first digits of its commit and, if there are any, of the SHA-256 of its changes.diff.
+    """
     launches = []
     for folder in sorted(Path(run).glob("launches/*")):
-        config = folder / "config.yaml"
+        config, changes = folder / "config.yaml", folder / "changes.diff"
         try:
             flat = flatten(yaml.safe_load(config.read_text()), config)
+            mark = f" with changes {hashlib.sha256(changes.read_bytes()).hexdigest()[:8]}" if changes.exists() else ""
         except (OSError, ValueError, yaml.YAMLError):
             continue  # a machine died while it was written
-        launches.append({**read_json(folder / "launch.json", FORMS["launch"]), "number": folder.name, "config": flat})
+        launch = read_json(folder / "launch.json", FORMS["launch"])
+        launches.append({**launch, "number": folder.name, "config": flat,
+                         "code": f"{str(launch.get('commit') or '-')[:8]}{mark}"})
     return launches

@@ -290,9 +290,11 @@ def test_a_hundred_thousand_steps_open_in_seconds(tmp_path):
 def test_compare_puts_runs_side_by_side(tmp_path, capsys):
     runs = [made_up_run(tmp_path / f"Models/run-{seed}", 100, run__seed=seed, optim__lr=1e-4 * (1 + (seed == 2)))
             for seed in range(3)]
+    (runs[1] / "launches/0000/changes.diff").write_text("a line of the loss")
     out = tmp_path / "compare.html"
     assert compare.main([*map(str, runs), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
+    assert re.search(r'^code +"abc" +"abc with changes [0-9a-f]{8}" +"abc"$', shown, re.M)
     assert re.search(r"^optim.lr +0.0001 +0.0001 +0.0002$", shown, re.M)
     assert re.search(r"^run.seed +0 +1 +2$", shown, re.M)
     assert "| optim.lr | 0.0001 | 0.0001 | 0.0002 |" in shown and "| best val_dice | 0.7475 |" in shown
