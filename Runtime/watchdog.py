@@ -75,7 +75,7 @@ def _note_signal(number, frame):
     again = number == signal.SIGINT and STATE["stop"] == "SIGINT"
     STATE["stop"] = signal.Signals(number).name  # before printing: the next signal may arrive meanwhile
     if again:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("a second Ctrl-C")
     if number == signal.SIGINT:
         with contextlib.suppress(OSError):  # a full disk or a closed terminal
             os.write(2, b"\nCtrl-C: saves and leaves after this step, and the same command resumes; once more ends "
@@ -258,4 +258,7 @@ def _log_exception(kind, error, trace):
               phase=STATE["name"], mode=STATE["mode"], stack=frames[-12:])
     except TakenOver as taken:
         print(f"error: {taken}", file=sys.stderr, flush=True)
-    sys.__excepthook__(kind, error, trace)
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted: run the same command again to continue", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)

@@ -236,7 +236,8 @@ def test_who_presses_ctrl_c_twice_does_not_wait(tmp_path):
     assert [process.stderr.readline() for _ in range(2)] == [
         "\n", "Ctrl-C: saves and leaves after this step, and the same command resumes; once more ends at once\n"]
     process.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in process.communicate(timeout=10)[1] and process.returncode
+    assert process.communicate(timeout=10)[1] == "interrupted: run the same command again to continue\n"
+    assert process.returncode and events(tmp_path, "died")[0]["error"] == "KeyboardInterrupt: a second Ctrl-C"
 
 
 def test_nohup_keeps_its_meaning(tmp_path):
