@@ -7,6 +7,7 @@ operations of a step and measures the speed of this machine.
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -50,10 +51,11 @@ def plan(args):
     chosen = choose(seen, args, device, out)
     labelled = sum(item["label"] is not None for item in items)
     advice = advise(args.purpose, len(items), labelled, args.data)
-    page = write_plan_page(out, args, items, seen, bad, chosen, advice)
+    steps = [f"omnimorph {name} --config {shlex.quote(str(out / 'config.yaml'))}" for name in ("prepare", "train")]
+    page = write_plan_page(out, args, items, seen, bad, chosen, advice, steps)
     for name, reason in bad:
         print(f"warning: {name} is left out: {reason}", file=sys.stderr)
-    print(f"{advice}\n\nreport: {page.resolve()}")
+    print(f"{advice}\n\nto train:\n  {steps[0]}\n  {steps[1]}\n\nreport: {page.resolve()}")
     print(json.dumps({"config": str(out / "config.yaml"), "volumes": len(items), "left_out": len(bad), **chosen}))
     return STOP if args.strict and bad else DONE
 
@@ -182,8 +184,8 @@ def advise(purpose, count, labelled, data):
             "pairs, for which a network that answers in a second pays off.")
 
 
-def write_plan_page(out, args, items, seen, bad, chosen, advice):
-    """Write plan.html. Returns: the page's path."""
+def write_plan_page(out, args, items, seen, bad, chosen, advice, steps):
+    """Write plan.html. steps: the commands that train. Returns: the page's path."""
     cards = [("volumes", len(items), f"{len(bad)} left out" if bad else ""),
              ("grid", " x ".join(map(str, chosen["img_size"])), f"of {chosen['spacing_mm']} mm"),
              ("memory of a step", f"{chosen['memory_gib']} GiB", ""),
@@ -193,10 +195,9 @@ def write_plan_page(out, args, items, seen, bad, chosen, advice):
                              for n in bound([row[f"{key}_mm"] for row in seen], 0))] for key in ("size", "voxel")]
     axes = ["right", "front", "up"][:seen[0]["dims"]]
     ranges = [[row["id"], *row["range"]] for row in seen if "range" in row]
-    command = f"omnimorph prepare --config {out / 'config.yaml'}, then omnimorph train with the same config"
-    sections = [("", cards_html(cards) + findings_html([("ok", "advice", advice), ("ok", "to train", command),
-                                                        *(("doubtful", "left out", f"{name}: {reason}")
-                                                          for name, reason in bad)])),
+    told = [("ok", "advice", advice), ("ok", "to train", "; then ".join(steps)),
+            *(("doubtful", "left out", f"{name}: {reason}") for name, reason in bad)]
+    sections = [("", cards_html(cards) + findings_html(told)),
                 ("Sizes", table_html(["", *(f"{bound}, {axis}" for bound in ("least", "most") for axis in axes)], rows,
                                      "Over all volumes, with their axes turned to right, front and up.")),
                 ("Intensities", table_html(["volume", "percentile 0.5", "percentile 99.5"], ranges,

@@ -49,6 +49,8 @@ def test_a_config_that_the_training_takes(tmp_path, capsys):
     assert cfg["run.epochs"] == found["epochs"] and 5000 <= found["steps"] < 5000 + steps_per_epoch
     assert found["left_out"] == 1 and "flat is left out" in printed.err
     assert found["memory_gib"] > 0 and found["hours"] > 0 and "omnimorph register" in printed.out
+    steps = [f"omnimorph {name} --config {tmp_path / 'plan/config.yaml'}" for name in ("prepare", "train")]
+    assert "\n  ".join(steps) in printed.out and "; then ".join(steps) in (tmp_path / "plan/plan.html").read_text()
     page = (tmp_path / "plan/plan.html").read_text()
     assert "by a trial on noise" in page and "flat" in page
 
