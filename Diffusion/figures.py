@@ -105,7 +105,8 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
     affine = np.eye(4) if affine is None else affine
     turned = turn_to_screen(images, labels, _array(field), affine, body)
     shape, spacing, determinant = turned["shape"], turned["spacing"], turned["determinant"]
-    facts = f"min determinant {determinant.min():.3g}, folded {100 * (determinant <= 0).mean():.4g} % of voxels"
+    facts = (f"smallest Jacobian determinant {determinant.min():.3g}, folded {100 * (determinant <= 0).mean():.4g} % "
+             "of voxels (determinant 0 or less)")
     figure, axes = _layout(shape, spacing, [*textwrap.wrap(title, 115), facts], by_headers,
                            "\u2191" if _screen_axes(affine, np.ndim(fixed))[1][1] < 0 else "\u2193")
     columns = [middle_slices(image) for image in turned["images"].values()]

@@ -73,7 +73,7 @@ def test_registration_figure_draws_every_panel(size, labelled):
     figure = registration_figure(moving, fixed, warped, field, labels if labelled else None, title="a $_1 to b $_2")
     rows = 3 if len(size) == 3 else 1
     assert len(figure.axes) == 7 * rows + 2
-    assert figure.get_suptitle().startswith("a $_1 to b $_2\nmin determinant 0.")
+    assert figure.get_suptitle().startswith("a $_1 to b $_2\nsmallest Jacobian determinant 0.")
     assert "folded 0 %" in figure.get_suptitle()
     outlined = [{to_hex(color) for part in ax.collections for color in part.get_edgecolor()}
                 for ax in figure.axes[:7 * rows]]
@@ -194,7 +194,8 @@ def test_folding_of_a_reflection_is_in_the_title_and_in_the_picture():
     field = reflection(size)
     images = [np.random.default_rng(i).random(size) for i in range(3)]
     figure = registration_figure(*images, field)
-    assert figure.get_suptitle() == "min determinant -1, folded 100 % of voxels"
+    assert figure.get_suptitle() == ("smallest Jacobian determinant -1, folded 100 % of voxels "
+                                     "(determinant 0 or less)")
     half = field.clone()
     half[..., size[-1] // 2:] = 0
     percent = float(re.search(r"folded ([\d.]+) %", registration_figure(*images, half).get_suptitle())[1])
