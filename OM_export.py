@@ -231,7 +231,7 @@ def training(state, cfg, about):
         ("Optimizer", f"Adam, learning rate {cfg['optim.lr']:g}"),
         ("Weights exported", "moving average" if state.get("ema") else "as the last step left them"),
         ("Weights of the losses", losses),
-        ("Precision", state["config"]["run.amp"]),
+        ("Precision", {"off": "float32"}.get(state["config"]["run.amp"], state["config"]["run.amp"])),
         ("torch", about["torch"] or "not recorded"),
         ("Seed", cfg["run.seed"]),
         ("Commit", about["commit"] or "not recorded")])

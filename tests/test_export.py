@@ -75,7 +75,7 @@ def test_the_program_writes_the_same_weights_and_a_card(tmp_path):
     parameters = sum(parameter.numel() for parameter in net.parameters())
     for part in (sha256(target), "CC-BY-SA 4.0", "---\nlicense: cc-by-sa-4.0\nlibrary", "000002_demo_om_net.pth",
                  f"{parameters:,} parameters", "16 x 16 x 16 voxels", "0.7123", "30 steps in all", "0123abcd",
-                 "9.9", "volumes: 1 (subjects: 1)", "as the last step left them"):
+                 "9.9", "volumes: 1 (subjects: 1)", "as the last step left them", "| Precision | float32 |"):
         assert part in page, part
     assert "| val_ang | - |" in page and "with local changes" not in page and str(tmp_path) not in page
     assert not list(run.rglob("*.tmp-*"))
