@@ -31,7 +31,11 @@ def recovery_terms(pred_field, target_field):
     Lengths are fractions of the image side, axis by axis, as the noise is drawn.
 
     pred_field, target_field: (B, N, *spatial) in voxels. Returns: dist and ang, (B,) each.
+    Raises InputError if their shapes differ, since `warp` would sample a field of any size.
     """
+    if pred_field.shape != target_field.shape:
+        raise InputError(f"the network returns a field of shape {tuple(pred_field.shape)} instead of "
+                         f"{tuple(target_field.shape)}; return a displacement in voxels for each voxel of its image.")
     side = side_lengths(target_field.shape[2:], target_field.device)
     target = target_field.float() / side
     r = warp(pred_field, target_field, padding="border") / side

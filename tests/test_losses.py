@@ -18,6 +18,7 @@ from Diffusion.losses import (
     roughness,
 )
 from Inference.registration import register
+from Runtime.errors import InputError
 from tests.inverse import invert
 
 
@@ -121,6 +122,12 @@ def test_recovery_does_not_count_negligible_voxels(size):
     dist, ang = recovery_terms(pred, nothing)
     assert float(ang) == 0.0 and torch.isfinite(dist).all()
     assert [float(term) for term in recovery_terms(nothing, nothing)] == [0.0, 0.0]
+
+
+def test_recovery_refuses_a_field_on_another_grid(size):
+    true = constant_field([1.0] * len(size), size)
+    with pytest.raises(InputError, match="the network returns a field of shape .* instead of"):
+        recovery_terms(true[..., ::2], true)
 
 
 def test_recovery_gradient_at_zero_prediction_is_finite_and_points_to_the_answer(size):
