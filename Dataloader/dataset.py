@@ -554,6 +554,16 @@ def compare_data(before, now, path):
     return old_order != new_order, said
 
 
+def seen_by(before, now):
+    """Ids of the volumes that are held out now and on which another run was trained, by id and size.
+
+    before: of that run, from `describe_data` or `with_gone`. now: from `describe_data`.
+    """
+    trained = {(identity, size) for identity, _, split, size in rows_of(before) if split in ("train", "gone")}
+    return sorted(identity for identity, _, split, size in rows_of(now)
+                  if split == "val" and (identity, size) in trained)
+
+
 def by_id(described):
     """{id: dict of COLUMNS}. described: from `describe_data`."""
     return {row[0]: dict(zip(COLUMNS, row)) for row in rows_of(described)}

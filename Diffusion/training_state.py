@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from Dataloader.cache import some
-from Dataloader.dataset import VolumeDataset, as_csv, compare_data, with_gone
+from Dataloader.dataset import VolumeDataset, as_csv, compare_data, seen_by, with_gone
 from Dataloader.sampler import steps_left
 from Diffusion.diffuser import DeformDDPM
 from Diffusion.optim import GradientSums, compare_moments, gather, gather_state, replicated, whole
@@ -181,7 +181,12 @@ def restore(run, content, path, continues):
             epoch = max(min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1), run.progress.epoch)
             begin_epoch(run.progress, epoch, run.terms)
             changes.append(f"the order of the volumes: training continues from the start of epoch {epoch + 1}")
+    seen = [] if continues or not content.get("data") else seen_by(content["data"], run.data)
     if run.ranks.rank == 0:
+        if seen:
+            print(f"warning: {path} was trained on {some(seen)}, held out in this run: their scores will be too good; "
+                  "hold out the subjects that were held out there (data.val_ids, or split in the list).",
+                  file=sys.stderr)
         for change in changes if continues else []:
             print(f"changed since the checkpoint: {change}")
         print(f"continuing from {path}, epoch {run.progress.epoch + 1}, step {run.progress.step}" if continues

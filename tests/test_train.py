@@ -790,6 +790,10 @@ def test_fresh_starts_in_a_new_folder_and_init_from_takes_the_averaged_weights_a
     assert state["step"] == 1 and state["queue"]["next"] == 2
     averaged = checkpoint.load(source)["ema"]  # what --model loads of it, too
     assert all(torch.allclose(state["model"][name], tensor, atol=1e-9) for name, tensor in averaged.items())
+    assert "warning" not in capfd.readouterr().err
+    others = {"data__train_ids": "2-7", "data__val_ids": "0-1"}
+    assert train(data, tmp_path, "--init-from", str(source), *one_step, **others) == 42
+    assert f"{source} was trained on subject_0000, subject_0001, held out in this run" in capfd.readouterr().err
 
 
 def test_the_command_that_began_a_run_continues_it_also_with_init_from(data, tmp_path, whole, monkeypatch, capfd):
