@@ -37,6 +37,7 @@ from Runtime.files import (
     write_flushed,
 )
 from Runtime.manifest import LOST, read_manifest
+from Runtime.provenance import began_from
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
 PUBLISHED_LICENCE = "Apache-2.0"  # of the published method's repository, its weights included
@@ -85,7 +86,7 @@ drawing deformed copies of labelled images for the training of other networks.
 
 ## Limits
 - Not a medical device; not for diagnosis, nor for decisions about a patient.
-- Trained on {data} alone: other anatomy, modality, resolution or pathology needs a check first.
+- Trained on {trained_on}: other anatomy, modality, resolution or pathology needs a check first.
 - It finds deformations, not positions: with `--affine none`, volumes must already overlap.
 - Folding is discouraged in the training, not impossible: every tool reports it for each field.
 
@@ -123,9 +124,13 @@ def run_of(path):
 
 
 def about_run(path, state):
-    """What the run's folder records about a checkpoint: dict of metrics (may be empty), commit and torch (or None)."""
+    """What the run's folder records about a checkpoint: dict of metrics (may be empty), commit, torch and began, the
+    name of the network it began from or "" (None if not recorded)."""
     run = run_of(path)
-    about = {"metrics": {}, "commit": None, "torch": None}
+    began = began_from(run)
+    # Of a path the name alone, since folders of this machine are nobody else's business.
+    began = began if not began or began.startswith(HUB) else Path(began).name
+    about = {"metrics": {}, "commit": None, "torch": None, "began": began}
     try:
         about["metrics"] = read_manifest(run)["checkpoints"][path.relative_to(run).as_posix()]["metrics"] or {}
     except (OSError, *LOST):
@@ -225,6 +230,7 @@ def training(state, cfg, about):
                        if key.startswith("loss."))
     return markdown_table(["", ""], [
         ("Data", f"{cfg['data.name']}, {training_volumes(state)}"),
+        ("Initial weights", about["began"] or ("random" if about["began"] == "" else "not recorded")),
         ("Length", f"{state['epoch']} epochs and {state['step_in_epoch']} steps, {state['step']} steps in all"),
         ("Batch", f"{cfg['data.global_batchsize'] or cfg['data.batchsize']} "
                   f"({'of all ranks' if cfg['data.global_batchsize'] else 'on each rank'})"),
@@ -258,6 +264,8 @@ def card(source, net, state, cfg, about, digest, licence):
     if about["metrics"]:
         figures = FIGURES + OF_LABELS * ("val_dice" in about["metrics"])
         figures += "\n\n" + markdown_table(["", ""], about["metrics"].items())
+    # Training data of the network it began from are unknown here.
+    trained_on = cfg["data.name"] + {"": " alone", None: ""}.get(about["began"], f", from {about['began']}")
     pair, image = "--fixed F.nii.gz --moving M.nii.gz", "--image I.nii.gz --label L.nii.gz"
     if cfg["data.channels"] > 1:
         further = {side: " ".join(f"{side}{number}.nii.gz" for number in range(2, cfg["data.channels"] + 1))
@@ -265,8 +273,8 @@ def card(source, net, state, cfg, about, digest, licence):
         pair += f" --fixed-channels {further['F']} --moving-channels {further['M']}"
         image = "--data FOLDER_OF_IMAGES"
     return CARD.format(
-        licence_keys=licence_keys(licence), data=cfg["data.name"], hub=HUB, architecture=architecture(net, cfg),
-        modes="\n".join(f"- {sentence}" for sentence in modes),
+        licence_keys=licence_keys(licence), data=cfg["data.name"], trained_on=trained_on, hub=HUB,
+        architecture=architecture(net, cfg), modes="\n".join(f"- {sentence}" for sentence in modes),
         training=PUBLISHED if published else training(state, cfg, about),
         register="" if cfg["model.condition_type"] == "none" else REGISTER.format(pair=pair),
         image=image, figures=figures,

@@ -72,7 +72,7 @@ from Runtime.progress import (
     show_epoch,
     show_progress,
 )
-from Runtime.provenance import began_with
+from Runtime.provenance import began_from
 from Supervisor.run import close_run, open_run
 
 WHY_LEFT = {"steps": "--max-steps-before-restart", "time": "--max-seconds-before-restart",
@@ -193,7 +193,7 @@ def set_up(cfg, args, ranks, folder):
     require_same_everywhere(ranks, data)
     newest = training_state.newest_checkpoint(folder, ranks)
     if (newest and args.init_from and os.environ.get("OMNIMORPH_ROUND", "0") == "0"
-            and not began_with(folder, args.init_from)):  # else the command that began the run, given again
+            and began_from(folder) != args.init_from):  # else the command that began the run, given again
         raise InputError(f"--init-from: {folder} has checkpoints already; leave --init-from out to continue that "
                          f"run, or add --fresh to start a new one from {args.init_from}.")
     if is_untaught(cfg, args) and not newest:

@@ -2,6 +2,7 @@
 
     python -m Runtime.provenance        print the settings of this shell
 """
+import argparse
 import contextlib
 import datetime
 import importlib.metadata
@@ -95,17 +96,19 @@ def save_launch(run, cfg, step, modes):
         write_file(folder / "changes.diff", changes)
 
 
-def began_with(run, source):
-    """Whether the launch of a run that made its first steps was given --init-from `source`.
+def began_from(run):
+    """--init-from of the launch of a run that made its first steps, "" if it had none, None if that is not recorded.
 
     It is the last one that started at step 0: those before it ended without a checkpoint.
     """
     try:
         launches = [json.loads(path.read_text()) for path in launch_files(run, "launch.json")]
         words = [launch["command"] for launch in launches if launch["step"] == 0][-1]
-    except (OSError, ValueError, LookupError):
-        return False
-    return source in words or f"--init-from={source}" in words
+        options = argparse.ArgumentParser(add_help=False)
+        options.add_argument("--init-from", default="")
+        return options.parse_known_args(words)[0].init_from
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 if __name__ == "__main__":

@@ -28,12 +28,13 @@ ROOT = Path(__file__).parent.parent
 safetensors = pytest.importorskip("safetensors", reason="pip install -r requirements-export.txt")
 
 
-def make_run(folder, ema=False, changed=False):
+def make_run(folder, ema=False, changed=False, command=()):
     """A run folder with one checkpoint of random weights. Returns the folder and the weights."""
     cfg = config(folder)
     run = folder / "Models/demo_om_net"
     (run / "launches/0000").mkdir(parents=True)
-    launch = {"step": 0, "commit": "0123abcd", "changed": changed, "packages": {"torch": "9.9"}}
+    launch = {"step": 0, "commit": "0123abcd", "changed": changed, "packages": {"torch": "9.9"},
+              "command": ["OM_train_3modes.py", *command]}
     (run / "launches/0000/launch.json").write_text(json.dumps(launch))
     net = build_network(cfg, "cpu")
     generator = torch.Generator().manual_seed(3)
@@ -79,6 +80,15 @@ def test_the_program_writes_the_same_weights_and_a_card(tmp_path):
         assert part in page, part
     assert "| val_ang | - |" in page and "with local changes" not in page and str(tmp_path) not in page
     assert not list(run.rglob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("command, row, limit", [
+    ([], "random", "demo alone"), (["--init-from", "hf:OWNER/NAME"], "hf:OWNER/NAME", "demo, from hf:OWNER/NAME"),
+    (["--init-from=/home/me/heads.pth", "--fresh"], "heads.pth", "demo, from heads.pth")])
+def test_the_card_names_the_network_from_which_the_training_began(command, row, limit, tmp_path):
+    run, _ = make_run(tmp_path, command=command)
+    page = OM_export.export(run)[1].read_text()
+    assert f"| Initial weights | {row} |" in page and f"- Trained on {limit}: other anatomy" in page
 
 
 def test_the_file_says_what_it_is(tmp_path):
@@ -157,7 +167,7 @@ def test_keys_that_were_tuned_after_the_training_go_along(tmp_path, capsys):
 
 
 def test_the_card_names_the_modes_of_the_training_alone(tmp_path, monkeypatch):
-    about = {"metrics": {}, "commit": "", "torch": ""}
+    about = {"metrics": {}, "commit": "", "torch": "", "began": ""}
     run, _ = make_run(tmp_path)
     net, state = load_model(run)[0], checkpoint.load(run / "000002_demo_om_net.pth")
 
