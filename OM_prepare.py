@@ -277,11 +277,12 @@ def run(args):
                          "to auto.")
     folder = Path(cfg["data.cache"])
     try:
-        if args.verify:
-            return check(folder, cfg)
-        cache.require_ours(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(cache.for_this_user(folder))
+            if args.verify:
+                return check(folder, cfg)
+            cache.require_ours(folder)
+            folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(run_lock.held_results(folder, "name another data.cache"))
             if (args.fresh or args.repair) and not stack.enter_context(cache.without_readers(folder)):
                 raise InputError(f"data.cache {folder} is in use by a training run: let it finish or stop it, or name "

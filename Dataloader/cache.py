@@ -14,6 +14,7 @@ Every file is written under a temporary name, flushed and renamed. OM_prepare.py
 """
 import ast
 import contextlib
+import errno
 import fcntl
 import functools
 import glob
@@ -395,6 +396,16 @@ def map_once(path):
     return np.load(path, mmap_mode="r")
 
 
+@contextlib.contextmanager
+def for_this_user(folder):
+    """Context that raises InputError instead of PermissionError: somebody else's cache, or what is around it."""
+    try:
+        yield
+    except PermissionError as error:
+        raise InputError(f"data.cache {folder}: this user may not read or write {error.filename}; ask its owner to "
+                         "allow it, or name another folder.") from error
+
+
 def open_cache(folder, cfg, ranks=None):
     """Open the cache of a config.
 
@@ -406,12 +417,13 @@ def open_cache(folder, cfg, ranks=None):
       refused [id, file, reason] of each volume left out
       staged  whether folder is a copy
       hold    the open lock file, to be kept while the cache is read, or None
-    Raises InputError naming what is missing, damaged or different, and while OM_prepare.py works on the cache.
+    Raises InputError naming what is missing, damaged, different or not for this user, and while OM_prepare.py works on
+    the cache.
     """
     show = ranks is not None and ranks.rank == 0
-    lock = hold(folder, show) if ranks else None
     staged = bool(ranks and cfg["data.stage"])
-    with contextlib.ExitStack() as stack:
+    with for_this_user(folder), contextlib.ExitStack() as stack:
+        lock = hold(folder, show) if ranks else None
         if lock:
             stack.enter_context(lock)
         manifest = read_manifest(folder, cfg)
@@ -419,6 +431,9 @@ def open_cache(folder, cfg, ranks=None):
         if wrong:
             raise InputError(f"data.cache {folder} is not complete: {some([*wrong.values()])}; run OM_prepare.py with "
                              "this config and --repair.")
+        for path in map(Path(folder).joinpath, manifest["files"]):  # else a step would be the first to notice
+            if not os.access(path, os.R_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         pattern = manifest["subject_pattern"]
         if pattern != cfg["data.subject_pattern"]:
             raise InputError(f"data.cache {folder} was made with data.subject_pattern \"{pattern}\" (the config says "

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -438,6 +439,34 @@ def test_training_refuses_what_is_not_whole_when_it_opens_it(made, place):
     (place / "labels_00001.npy").unlink()
     with pytest.raises(InputError, match="labels_00001.npy is missing.*--repair"):
         read_datasets(cached(made, place))
+
+
+def open_as_other_user(folder, place, pipe):
+    """In a process of its own: what training and OM_prepare.py say of a cache, as a user who may not read or write all
+    of it."""
+    if os.geteuid() == 0:
+        os.setuid(65534)  # root may read everything
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(InputError) as refusal:
+        run_here(folder, place)
+        read_datasets(cached(folder, place))
+    pipe.send((str(refusal.value), one_sentence(said.getvalue())))
+
+
+@pytest.mark.parametrize("closed, mode", [("manifest.json", 0), ("labels_00001.npy", 0), ("", 0o600)])
+def test_what_this_user_may_not_read_of_a_cache_is_named(made, closed, mode):
+    with tempfile.TemporaryDirectory(dir="/tmp") as outer:
+        os.chmod(outer, 0o755)
+        place = Path(shutil.copytree(made / "cache", Path(outer) / "cache"))
+        os.chmod(place, 0o555)
+        os.chmod(place / closed, mode)
+        process, pipe = forked(open_as_other_user, made, place)
+        refusal, of_prepare = pipe.recv()
+        process.join(60)
+        os.chmod(place, 0o755)
+    assert refusal.startswith(f"data.cache {place}: this user may not read or write {place / closed}")
+    assert refusal.endswith("; ask its owner to allow it, or name another folder.")
+    assert of_prepare.startswith(f"error: data.cache {place}: this user may not read or write {place}")
 
 
 def test_no_cache_is_one_sentence(made, tmp_path, capsys):
