@@ -66,7 +66,7 @@ def test_labels_brought_by_other_code_or_from_other_data_are_brought_anew(tmp_pa
     monkeypatch.setattr(bench_augment, "on_grid", lambda *args: (None, label))
     for number in (0, 1, 1):
         monkeypatch.setattr(bench_augment, "our_commit", lambda number=number: number if changed == "commit" else 0)
-        args = types.SimpleNamespace(out=tmp_path, resume=True, test_ids="1", test_volumes=0,
+        args = types.SimpleNamespace(out=tmp_path, resume=True, test_ids="1",
                                      data=f"data{number if changed == 'data' else 0}")
         bench_augment.brought_labels("registration", ("v",), [("t", None, None, None)], None, args, {})
     assert len(brought) == 2

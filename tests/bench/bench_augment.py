@@ -20,8 +20,8 @@ with --test-ids 201-230. The methods:
   network         ours: like `registration`, by the checkpoint's network and refinement (only with --checkpoint)
 Each volume is deformed --draws times, once for all trainings, on its own grid, with linear interpolation for images and
 the nearest voxel beyond the border, then cropped or padded to the network's grid. A training sample is a draw with
-probability --share, else the volume itself. The config's augment.* (affine, gamma) is added to the samples of every
-method, including `none`: without it (--no-common) the spread over seeds exceeds the differences between methods. All
+probability SHARE, else the volume itself. The config's augment.* (affine, gamma) is added to the samples of every
+method, including `none`: without it the spread over seeds exceeds the differences between methods. All
 methods share the network (three levels, 0.1 M weights), its initial weights, the order of volumes and the step count.
 
 Protocol, fixed before the test volumes were scored: the volumes are shuffled --subsets times; --shots K takes the first
@@ -40,8 +40,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import ROOT, in_one_sentence, kept_json, our_commit
-from scipy import stats
+from common import ROOT, in_one_sentence, interval, kept_json, our_commit
 from torch import nn
 from tqdm import tqdm
 
@@ -53,7 +52,6 @@ from Diffusion.batch_augment import random_affine
 from Diffusion.fields import affine_field, warp
 from Diffusion.metrics import average, dice
 from Inference.augmentation import augment, pick_target, subject_number
-from Inference.choices import STRIDE
 from Inference.labels import apply_label, vote
 from Inference.load_model import find_checkpoint, load_model
 from Inference.registration import register
@@ -78,6 +76,7 @@ REFINE = 100  # steps, for the methods that register
 TRAIN_IDS, LABELS, BATCH = "1-60", (1, 2), 2
 LR = 5e-3  # tuned on 201-230 with `none`: after 200 steps 0.740, with 2e-3 0.722, with 1e-2 0.727
 WIDTHS = (8, 16, 32)
+SHARE = 0.8  # how often a sample is a draw
 
 
 def parse_arguments(argv=None):
@@ -93,14 +92,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--steps", type=int, default=300, help="optimiser steps of a training (%(default)s)")
     parser.add_argument("--draws", type=int, default=32, help="deformed copies of each volume (%(default)s)")
     parser.add_argument("--start", default="10-50", help="time or times of the random deformations (%(default)s)")
-    parser.add_argument("--stride", type=int, default=STRIDE, help="times per step of the recovery (%(default)s)")
-    parser.add_argument("--share", type=float, default=0.8, help="how often a sample is a draw (%(default)s)")
     parser.add_argument("--ours", choices=METHODS, default="moved", metavar="NAME",
                         help="which of ours is compared with the best of the others (%(default)s)")
-    parser.add_argument("--no-common", action="store_true", help="leave out the config's augment.*, which every method "
-                        "has otherwise")
     parser.add_argument("--test-ids", default="231-280", help="held-out volumes (%(default)s)")
-    parser.add_argument("--test-volumes", type=int, default=0, help="only the first so many of them; 0: all")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="(%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with what is in the folder of --out; several "
                         "processes may fill it at once, each with other --methods")
@@ -155,8 +149,8 @@ def ours(model, args, cfg, targets=()):
     def deform(image, label, affine, identity, number):
         others = [target for target in targets if target[0] != identity]
         shown = pick_target(others, (0, subject_number(identity), number)) if others else (None, None, None)
-        return augment(image, label, affine, model, args.start or None, draw=number, stride=args.stride,
-                       target=shown[1], target_affine=shown[2], subject=identity, cfg=cfg)
+        return augment(image, label, affine, model, args.start or None, draw=number, target=shown[1],
+                       target_affine=shown[2], subject=identity, cfg=cfg)
 
     return deform
 
@@ -224,7 +218,7 @@ def pool_of(method, volume, unlabelled, model, args, cfg):
     itself = [on_grid(*volume[1:], limits, cfg)]
     if method == "none":
         return itself
-    drawn = () if method in CARRIED else (args.start, args.stride)
+    drawn = () if method in CARRIED else (args.start,)
     settings = json.dumps([str(args.data), args.draws, *drawn, cfg, weights_of(method, args), our_commit()],
                           sort_keys=True)
     path = args.out / "copies" / method / f"{volume[0]}.npz"
@@ -291,20 +285,18 @@ def loss_of(logits, label):
     return F.cross_entropy(logits, target) + 1 - (2 * both / (sizes + 1))[1:].mean()
 
 
-def batch_of(pool, seed, step, share, common):
-    """Images and labels of one step, each (BATCH, 1, *size). common: config of the common augmentation, or None."""
+def batch_of(pool, seed, step, common):
+    """Images and labels of one step, each (BATCH, 1, *size). common: config of the common augmentation."""
     rng_keys = [(seed, step, sample) for sample in range(BATCH)]
     chosen = []
     for volume, drawn, number in uniform(rng_keys, "sample", 3).tolist():
         versions = pool[int(volume * len(pool))]
         last = len(versions) - 1
-        chosen.append(versions[1 + int(number * last) if last and drawn < share else 0])
+        chosen.append(versions[1 + int(number * last) if last and drawn < SHARE else 0])
     image, label = (torch.stack(parts) for parts in zip(*chosen))
-    if common:
-        matrix = random_affine(rng_keys, 3, image.shape[2:], common)
-        label = warp(label, affine_field(matrix, label.shape[2:]), mode="nearest", padding="border")
-        image = common_augment(image, rng_keys, common)
-    return image, label
+    matrix = random_affine(rng_keys, 3, image.shape[2:], common)
+    label = warp(label, affine_field(matrix, label.shape[2:]), mode="nearest", padding="border")
+    return common_augment(image, rng_keys, common), label
 
 
 def train(pool, seed, args, cfg, name):
@@ -315,7 +307,7 @@ def train(pool, seed, args, cfg, name):
     optimizer = torch.optim.Adam(net.parameters(), lr=LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     for step in tqdm(range(args.steps), name, unit="step"):
-        image, label = batch_of(pool, seed, step, args.share, None if args.no_common else cfg)
+        image, label = batch_of(pool, seed, step, cfg)
         optimizer.zero_grad(set_to_none=True)
         with autocast(image.device, cfg["run.amp"]):
             logits = net(image.to(memory_format=torch.channels_last_3d))
@@ -338,8 +330,7 @@ def score(net, held_out):
 def brought_labels(method, volume, tests, model, args, cfg):
     """The labels that a volume brings to each test volume, on the network's grid: (tests, *size) uint8."""
     path = args.out / "brought" / method / f"{volume[0]}.npz"
-    settings = json.dumps([str(args.data), args.test_ids, args.test_volumes, cfg, weights_of(method, args),
-                           our_commit()], sort_keys=True)
+    settings = json.dumps([str(args.data), args.test_ids, cfg, weights_of(method, args), our_commit()], sort_keys=True)
     found = kept(path, settings, args.resume)
     if found is None:
         labels = [on_grid(test[1], label, test[3], (0.0, 1.0), cfg)[1][0].numpy()
@@ -389,8 +380,8 @@ def methods_of(args):
 def run_method(method, volumes, tests, held_out, model, args, cfg):
     """{"shots": {"subset": [Dice of each seed]}}, written after each training."""
     path = args.out / f"{method}.json"
-    settings = [str(args.data), args.steps, args.draws, args.share, args.no_common, args.test_ids, args.test_volumes,
-                args.start, args.stride, cfg, weights_of(method, args), our_commit()]
+    settings = [str(args.data), args.steps, args.draws, args.test_ids, args.start, cfg, weights_of(method, args),
+                our_commit()]
     scores = kept_json(path, settings, args.resume).get("scores", {})
     seeds = 1 if method in BROUGHT else args.seeds
     work = [(shots, number, seed) for shots in args.shots for number in range(args.subsets) for seed in range(seeds)]
@@ -410,16 +401,8 @@ def run_method(method, volumes, tests, held_out, model, args, cfg):
 
 
 def gain(ours, other):
-    """Mean difference over the subsets, and the interval that holds it with 95 %.
-
-    ours, other: Dice of each subset, in the same order.
-    """
-    differences = [mine - theirs for mine, theirs in zip(ours, other)]
-    mean = statistics.fmean(differences)
-    if len(differences) < 2:
-        return mean, None, None
-    reach = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
-    return mean, mean - reach, mean + reach
+    """Mean difference over the subsets, and its interval. ours, other: Dice of each subset, in the same order."""
+    return interval([mine - theirs for mine, theirs in zip(ours, other)])
 
 
 def publish(results, args, held_out):
@@ -456,7 +439,7 @@ def main(argv=None):
     volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
     if max(args.shots) > len(volumes):
         raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes of ids {TRAIN_IDS}.")
-    tests = read(read_datalist(args.data, 3, args.test_ids))[:args.test_volumes or None]
+    tests = read(read_datalist(args.data, 3, args.test_ids))
     held_out = [on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg)
                 for _, image, label, affine in tests]
     results = {method: run_method(method, volumes, tests, held_out, model, args, cfg) for method in methods}

@@ -56,14 +56,14 @@ def change_percent(field, inside):
     return 100 * (seen.sum() / (seen * determinant).sum() - 1)
 
 
-def write_scans(folder, image, label, affine, value, percent, noise, seed):
+def write_scans(folder, image, label, affine, value, noise, seed):
     """Write one.nii.gz, one_dseg.nii.gz and two.nii.gz. Returns: the change of the label that was made, in percent."""
     box = tuple(slice(max(at.start - MARGIN, 0), at.stop + MARGIN)
                 for at in ndimage.find_objects((label == value).astype(np.uint8))[0])
     image, inside = image[box], label[box] == value
     affine = affine.copy()
     affine[:3, 3] += affine[:3, :3] @ [at.start for at in box]
-    field = shrinking_field(inside, percent)
+    field = shrinking_field(inside, 1.0)
     second = ndimage.map_coordinates(image, np.indices(image.shape) + field, order=3, mode="nearest")
     noises = np.random.default_rng(seed).normal(0, noise * np.percentile(image, 99), (2, *image.shape))
     write_volume(folder / "one.nii.gz", (image + noises[0]).astype(np.float32), affine)
@@ -89,7 +89,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, type=Path, help="folder with imagesTr and labelsTr")
     parser.add_argument("--case", nargs="+", required=True, metavar="NAME:LABEL")
-    parser.add_argument("--percent", type=float, default=1.0, help="how much the label shrinks (%(default)s)")
     parser.add_argument("--noise", type=float, default=0.02, metavar="PART",
                         help="standard deviation, of the 99th percentile of the scan (%(default)s)")
     parser.add_argument("--draws", type=int, default=1, metavar="N", help="of the noise (%(default)s)")
@@ -101,7 +100,7 @@ def main():
         label, _ = read_label(args.data / f"labelsTr/{name}.nii.gz")
         for seed in range(args.draws):
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-                made = write_scans(Path(folder), image, label, affine, int(value), args.percent, args.noise, seed)
+                made = write_scans(Path(folder), image, label, affine, int(value), args.noise, seed)
                 held = found.setdefault(case, {"made": round(made, 3), "found": []})
                 held["found"].append(round(found_percent(Path(folder), "one", "two"), 3))
                 if args.both:

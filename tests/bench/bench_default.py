@@ -43,7 +43,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import DATA, ROOT, git, in_one_sentence, our_commit
+from common import DATA, ROOT, add_shared, git, in_one_sentence, our_commit
 from peers import begin, clocks, peer, peers_python, spent, write_json
 from scipy import ndimage
 
@@ -388,9 +388,8 @@ def run_method(name, method, pairs, folder, generate, settings, args, log=None):
         file = f"{pair['volumes'][1]}-{pair['volumes'][0]}.npy"
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / file, np.ascontiguousarray(field, np.float32))
-        scores = {} if args.fields_only else scores_of(name, pair, field)
         kept[pair["name"]] = {"name": pair["name"], "volumes": pair["volumes"], "field": file, "seconds": seconds[0],
-                              "processor_seconds": seconds[1], **scores}
+                              "processor_seconds": seconds[1], **scores_of(name, pair, field)}
         write_json(path, {"settings": settings, "rows": list(kept.values())})
         shown = {key: round(value, 4) for key, value in kept[pair["name"]].items() if isinstance(value, float)}
         print(f"{name} {method} {len(kept)}/{len(pairs)} {pair['name']}: {json.dumps(shown)}", file=sys.stderr)
@@ -563,15 +562,10 @@ def parse_arguments(argv=None):
     parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs of each set")
     parser.add_argument("--tune", action="store_true", help="score the settings of the peers on the tuning pairs")
     parser.add_argument("--json", action="store_true", help="one line of JSON at the end")
-    parser.add_argument("--resume", action="store_true", help="continue what the output folder holds")
     parser.add_argument("--rescore", action="store_true", help="only compute the scores of the fields there anew")
     parser.add_argument("--report", action="store_true", help="only the tables of what the output folder holds")
-    parser.add_argument("--fields-only", action="store_true", help="leave the scores to a later --rescore")
-    parser.add_argument("--threads", type=int, default=1, help="of every method (%(default)s)")
-    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="of all sets (%(default)s)")
-    parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
     parser.add_argument("--log", type=Path, default=SCORED, metavar="F", help="of what was scored on test pairs")
-    parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_default", metavar="FOLDER")
+    add_shared(parser, DATA, "bench_default", overrides=False)
     args = parser.parse_args(argv)
     args.networks = dict(word.split("=", 1) if "=" in word else parser.error(f"--networks {word}: NAME=MODEL is needed")
                          for word in args.networks)

@@ -1,6 +1,6 @@
 """The published method's claim in its own setting: a plain U-Net from a few labelled volumes, by their augmentation.
 
-    python tests/bench/bench_fewshot.py --json [--data brains] [--checkpoint universal] [--minutes 70] [--resume]
+    python tests/bench/bench_fewshot.py --json [--data brains] [--checkpoint universal] [--resume]
 
 hippocampus (MR crops, 1 mm, two labels): MONAI's U-Net (WIDTHS) learns from 1, 2, 5 or 10 labelled volumes of ids 1-60,
 and is scored on all volumes of ids 231-280; all choices (rate, steps, widths) were made on ids 201-230.
@@ -34,8 +34,7 @@ ones of an earlier run with more.
 Each seed takes other labelled volumes (those of 1 are among those of 2, 5 and 10) and other initial weights. Dice is
 the mean over both labels, then over the seeds. Its 95 % interval, and that of the difference from the best simple row
 (the first five), are over the test volumes by Student's t. The scores of each seed show the effect of the choice of
-labelled volumes. Cells run in the order of the table, 1 volume first; after --minutes of CPU time no further cell
-starts, and the skipped ones are named. Each cell and each volume's copies have a file; --resume continues.
+labelled volumes. Each cell and each volume's copies have a file; --resume continues.
 MONAI and batchgenerators (nnU-Net's set) are in requirements-bench.txt.
 """
 import argparse
@@ -61,8 +60,8 @@ from bench_augment import (
     orders_of,
     read,
 )
-from common import in_one_sentence, kept_json, our_commit
-from scipy import ndimage, stats
+from common import in_one_sentence, interval, kept_json, our_commit
+from scipy import ndimage
 from tqdm import tqdm
 
 from Dataloader.datalist import read_datalist
@@ -115,10 +114,7 @@ def parse_arguments(argv=None):
                         "4 of each of more)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="choices of volumes (%(default)s)")
     parser.add_argument("--steps", type=int, help=f"of each training ({STEPS}, heart 1500)")
-    parser.add_argument("--rate", type=float, default=LR, help="learning rate of Adam (%(default)s)")
     parser.add_argument("--test-ids", help="volumes to score (those above)")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further cell after so many "
-                        "processor minutes of this run")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="(%(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue with what is in the folder of --out")
     parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_fewshot", metavar="FOLDER")
@@ -364,7 +360,7 @@ def sample(pool, method, key):
 def train(pool, method, seed, args, cfg):
     """The U-Net after --steps steps. pool: for each labelled volume its samples."""
     net = new_net(seed, cfg["model.dims"], args.labels)
-    optimizer = torch.optim.Adam(net.parameters(), lr=args.rate)
+    optimizer = torch.optim.Adam(net.parameters(), lr=LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     for step in tqdm(range(args.steps), f"{method}, {len(pool)} volumes, seed {seed}", unit="step", leave=False):
         batch = [sample(pool, method, (seed, step, place)) for place in range(BATCH)]
@@ -385,18 +381,15 @@ def scores_of(net, held_out, labels):
             for image, label in held_out]
 
 
-def cell(method, labelled, seed, order, needed, held_out, model, args, cfg, over):
-    """{"dice": of each test volume, "copies_s", "train_s": processor seconds}, from its file or run now.
-
-    over: run nothing any more; without a file it is None.
-    """
+def cell(method, labelled, seed, order, needed, held_out, model, args, cfg):
+    """{"dice": of each test volume, "copies_s", "train_s": processor seconds}, from its file or run now."""
     source = COMBINED.get(method, method)
     copies = args.counts[labelled] if source in COPIES else 0
     weights = sha256(find_checkpoint(args.checkpoint)) if copies else None
-    settings = [args.steps, args.rate, args.test_ids, WIDTHS, cfg, weights, our_commit()]
+    settings = [args.steps, args.test_ids, WIDTHS, cfg, weights, our_commit()]
     path = args.out / "cells" / f"{method}_{labelled}_{copies}_{seed}.json"
-    if (found := kept_json(path, settings, args.resume)) or over:
-        return found or None
+    if found := kept_json(path, settings, args.resume):
+        return found
     began = time.process_time()
     if source == "segmented":
         pool = segmented(order, labelled, args, cfg)
@@ -419,26 +412,14 @@ def cell(method, labelled, seed, order, needed, held_out, model, args, cfg, over
 # The table
 # ---------------------------------------------------------------------------------------------------------------------
 
-def interval(values):
-    """Mean of a number for each test volume, and the ends of its 95 % interval by Student's t."""
-    values = np.asarray(values, np.float64)
-    reach = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    return float(values.mean()), float(values.mean() - reach), float(values.mean() + reach)
-
-
 def summarised(found):
-    """Of each complete row its Dice, interval, seeds, and difference from the best simple row; and what was not run.
+    """Of each row its Dice, interval, seeds, and difference from the best simple row.
 
-    found: {(method, labelled, seed): Dice of each test volume, or None}.
+    found: {(method, labelled, seed): Dice of each test volume}.
     """
-    table, missing = {}, []
+    table, rows = {}, {}
     for (method, labelled), cells in itertools.groupby(found.items(), lambda one: one[0][:2]):
-        each = [dices for _, dices in cells]
-        if None in each:
-            missing.append(f"{method} {labelled}")
-        else:
-            table.setdefault(labelled, {})[method] = np.array(each, np.float64)
-    rows = {}
+        table.setdefault(labelled, {})[method] = np.array([dices for _, dices in cells], np.float64)
     for labelled, by_method in table.items():
         simple = {method: float(each.mean()) for method, each in by_method.items() if method in SIMPLE}
         best = max(simple, key=simple.get, default=None)
@@ -448,11 +429,11 @@ def summarised(found):
             if best and method != best:
                 row["less_best"] = dict(zip(("mean", "low", "high"), interval((each - by_method[best]).mean(0))))
             rows.setdefault(str(labelled), {"best_simple": best, "rows": {}})["rows"][method] = row
-    return rows, missing
+    return rows
 
 
 def publish(found, args, volumes):
-    rows, missing = summarised({key: value and value["dice"] for key, value in found.items()})
+    rows = summarised({key: value["dice"] for key, value in found.items()})
     for labelled, part in rows.items():
         print(f"\n{labelled} labelled volumes, {args.seeds} seeds, {args.steps} steps of {BATCH}, {volumes} test "
               f"volumes; best simple row: {part['best_simple']}")
@@ -461,10 +442,9 @@ def publish(found, args, volumes):
                  for method, row in part["rows"].items()]
         print(text_table(["row", "Dice", "from", "to", "seeds", "less the best", "from", "to"], shown,
                          [None, ".4f", ".4f", ".4f", None, ".4f", ".4f", ".4f"]))
-    print(f"\nnot run: {', '.join(missing) or 'nothing'}")
-    minutes = {kind: round(sum(cells[f"{kind}_s"] for cells in found.values() if cells) / 60, 1)
+    minutes = {kind: round(sum(cells[f"{kind}_s"] for cells in found.values()) / 60, 1)
                for kind in ("copies", "train")}
-    print(json.dumps({"shots": rows, "not_run": missing, "seeds": args.seeds, "steps": args.steps, "volumes": volumes,
+    print(json.dumps({"shots": rows, "seeds": args.seeds, "steps": args.steps, "volumes": volumes,
                       "processor_minutes": minutes}))
 
 
@@ -489,13 +469,12 @@ def main(argv=None):
     held_out = [on_own_scale(*volume[1:], cfg) for volume in read_set(args.data, args.test_ids, cfg)]
     orders = orders_of(volumes, args.seeds)
     needed = counts_of(orders, args.counts)
-    found, began = {}, time.process_time()
+    found = {}
     work = sorted(itertools.product(args.shots, METHODS), key=lambda one: one[1] in COMBINED)  # these come last
     work = [(method, labelled) for labelled, method in work if method in args.methods]
     for (method, labelled), seed in itertools.product(work, range(args.seeds)):
         key = (method, labelled, seed)
-        over = time.process_time() - began > 60 * args.minutes
-        found[key] = cell(*key, orders[seed], needed, held_out, model, args, cfg, over)
+        found[key] = cell(*key, orders[seed], needed, held_out, model, args, cfg)
     publish(found, args, len(held_out))
     return DONE
 

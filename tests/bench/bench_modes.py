@@ -20,10 +20,9 @@ import json
 import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 from bench_registration import DATA, ROOT, TRAINING, set_words, subjects, write_json
-from common import in_one_sentence, kept_json, our_commit
+from common import add_shared, in_one_sentence, kept_json, our_commit
 
 from Inference.load_model import find_checkpoint
 from OM_train_3modes import MODES
@@ -39,7 +38,6 @@ SHOWN = {"dice": "val_dice", "folding": "val_folding", "ang": "val_ang", "retrie
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Train with some of the modes only, for equal steps and equal time.")
-    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="the volumes (%(default)s)")
     parser.add_argument("--steps", type=int, default=380, metavar="N", help="of each training (%(default)s)")
     parser.add_argument("--volumes", type=int, nargs="+", default=[38, 8], metavar="N", help="to train on (38 8)")
     parser.add_argument("--modes", nargs="+", choices=ROWS, default=list(ROWS[:4]), metavar="ROW",
@@ -48,11 +46,7 @@ def parse_arguments(argv=None):
                         help="equal steps, equal time (both)")
     parser.add_argument("--subsets", type=int, default=4, metavar="N", help="labelled volumes of the column augmented, "
                         "0 leaves it out (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="(%(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override a key of the config in every training; may be repeated")
-    parser.add_argument("--resume", action="store_true", help="go on with what is in the folder of --out")
-    parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_modes", metavar="FOLDER")
+    add_shared(parser, DATA, "bench_modes", peers=False)
     return parser.parse_args(argv)
 
 

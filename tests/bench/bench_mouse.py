@@ -12,8 +12,8 @@ import argparse
 import itertools
 import sys
 
-from bench_registration import PEERS, ROOT, add_shared, by_peer, prepare_pairs, publish, run_method, without_network
-from common import in_one_sentence
+from bench_registration import PEERS, ROOT, by_peer, prepare_pairs, publish, run_method, without_network
+from common import add_shared, in_one_sentence
 from peers import begin, peers_python
 
 from Inference.choices import DEFAULTS

@@ -20,7 +20,6 @@ from bench_registration import (
     NO_NETWORK,
     TEST,
     VALIDATION,
-    add_shared,
     by_peer,
     draw_pairs,
     identity,
@@ -30,7 +29,7 @@ from bench_registration import (
     subjects,
     without_network,
 )
-from common import in_one_sentence
+from common import add_shared, in_one_sentence
 from matplotlib.figure import Figure
 from peers import begin, peers_python
 from remappings import REMAPPINGS, remap

@@ -1,6 +1,6 @@
 """Speed and accuracy of the optimised operations, each against a plain implementation.
 
-    python tests/bench/bench_ops.py [--size 128] [--repeats 3] [--threads 2]
+    python tests/bench/bench_ops.py [--size 128] [--threads 2]
 
 Prints one table, then one JSON object as the last line. Ours and the reference take turns within one run, because the
 speed of a shared machine drifts; the times are medians.
@@ -55,7 +55,7 @@ def trajectories(velocity, count, region):
     return moved
 
 
-def bench_integrate_velocity(size, repeats):
+def bench_integrate_velocity(size):
     velocity = draw_velocity([(0, 0, 0), (0, 0, 1)], "velocity", 3, GRIDS, V_SCALE)
     region, count, out = middle(GRIDS[-1], 3), image_count(TIME), [size] * 3
 
@@ -66,7 +66,7 @@ def bench_integrate_velocity(size, repeats):
         return resize_field(step_by_step(velocity, count, region), out)
 
     ours(), resize_field(step_by_step(velocity, 2, region), out)
-    ms, plain_ms, field, plain_field = in_turns("self_compose", ours, plain, repeats)
+    ms, plain_ms, field, plain_field = in_turns("self_compose", ours, plain, 3)
     exact = resize_field(trajectories(velocity, count, region), out)
     errors = relative(field, exact), relative(plain_field, exact)
     row = [f"integrate_velocity n={count} batch 2, against step by step", ms, plain_ms, f"{plain_ms / ms:.1f}x faster",
@@ -93,7 +93,7 @@ def with_backward(function, a, b):
     return run
 
 
-def bench_correlation(size, repeats, name, reference, target):
+def bench_correlation(size, name, reference, target):
     """MSLNCC, three scales, against a reference at the full scale alone; the values are compared at that scale.
 
     MONAI counts zeros outside the image, so its values are compared where no window reaches there.
@@ -101,7 +101,7 @@ def bench_correlation(size, repeats, name, reference, target):
     a, b = similar_images(size)
     ours = with_backward(lambda x, y: mslncc(x, y, WINDOW, scales=3), a, b)
     ours(), with_backward(reference, *similar_images(16))()
-    ms, other_ms, _, other = in_turns(f"mslncc, {name}", ours, with_backward(reference, a, b), max(repeats, 5), 1)
+    ms, other_ms, _, other = in_turns(f"mslncc, {name}", ours, with_backward(reference, a, b), 5, 1)
     with torch.no_grad():
         if name == "MONAI":
             inside = (..., *[slice(WINDOW // 2, -(WINDOW // 2))] * 3)
@@ -126,7 +126,7 @@ def monai_correlation(reduction="mean"):
     return lambda a, b: -loss(a, b)
 
 
-def bench_warp(size, channels, target, repeats):
+def bench_warp(size, channels, target):
     numbers = torch.Generator().manual_seed(1)
     image = torch.rand(1, channels, *[size] * 3, generator=numbers)
     coarse = 4 * torch.randn(1, 3, 8, 8, 8, generator=numbers)
@@ -141,7 +141,7 @@ def bench_warp(size, channels, target, repeats):
         return F.grid_sample(image, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
 
     ours(), bare()
-    ms, bare_ms, warped, sampled = in_turns(f"warp {channels}", ours, bare, max(repeats, 9))
+    ms, bare_ms, warped, sampled = in_turns(f"warp {channels}", ours, bare, 9)
     error = float((warped - sampled).abs().max())
     return [f"warp {channels} channel(s), against bare grid_sample", ms, bare_ms, f"{ms / bare_ms:.2f} of its time",
             f"{error:.1e}", f"<= {target}"], ms / bare_ms
@@ -150,22 +150,21 @@ def bench_warp(size, channels, target, repeats):
 def main():
     parser = argparse.ArgumentParser(description="Time the fast operations against the plain ones.")
     parser.add_argument("--size", type=int, default=128, help="image side in voxels (default 128)")
-    parser.add_argument("--repeats", type=int, default=3, help="timings of the slow operations (default 3)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"{describe(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, image {args.size}^3, "
           f"float32, load at start {os.getloadavg()[0]:.1f} (other work on the machine spoils the figures)")
-    row, results = bench_integrate_velocity(args.size, args.repeats)
+    row, results = bench_integrate_velocity(args.size)
     rows = [row]
     for key, name, reference, target in [("mslncc_vs_dense", "dense convolutions", dense_correlation, 30),
                                          ("mslncc_vs_monai", "MONAI", monai_correlation(), 20)]:
         results[key] = None
         if reference:
-            row, results[key] = bench_correlation(args.size, args.repeats, name, reference, target)
+            row, results[key] = bench_correlation(args.size, name, reference, target)
             rows.append(row)
     for key, channels, target in [("warp_vs_grid_sample", 3, 1.4), ("warp1_vs_grid_sample", 1, 1.8)]:
-        row, results[key] = bench_warp(args.size, channels, target, args.repeats)
+        row, results[key] = bench_warp(args.size, channels, target)
         rows.append(row)
     print(text_table(HEADINGS, rows, [None, ".1f", ".1f", None, None, None]))
     print("error: fields, relative to exact particle trajectories (ours / step by step); "

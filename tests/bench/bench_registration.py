@@ -4,20 +4,19 @@
 
 No training and no choice of settings has seen the volumes of the 40 ordered pairs in hippocampus_pairs.json. Ours:
 `net`, the network alone, trained only in mode 3, in three rounds; `quick` and `refine`, the same in two rounds, with
-few and with more steps of refinement (--quick, --net-refine); `refine_none`, affine stage and refinement (--refine)
-without a network; `labels`, a network alone, trained with the labels of its volumes; `labels_few`, one trained with the
-labels of five; `labels_refine` and `labels_few_refine`, the same with --labels-refine steps, which use no labels except
-the network's own segmentation.
-`universal` is the network of --model universal, which has never seen a hippocampus, after the affine stage and with
---refine. Peers, in an environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine,
-SyN, and SyN with local correlation of radius 2 and iterations 40/20/5), Greedy with local correlation after its affine
-stage, DIPY's SyN with local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as
-long on the same volumes. All get the same files (intensities 0 to 1, headers kept) and the same number of threads.
-Those without an affine stage start with the volumes' centres aligned, as in `identity`; the others find their own
-start. The field of each method warps the labels in both modes of --labels: `dice` and HD95 use the nearest voxel,
-`dice_smooth` the smooth mode; all are means over both labels. Folding is that of the whole transform on the fixed grid
-(an affine part changes no sign). Seconds run from images in memory to the transform, after one warm-up pair. Results
-are written immediately; --resume continues. The last line is one line of JSON.
+ten and with thirty steps of refinement; `refine_none`, affine stage and refinement (--refine) without a network;
+`labels`, a network alone, trained with the labels of its volumes; `labels_few`, one trained with the labels of five;
+`labels_refine` and `labels_few_refine`, the same with twenty steps, which use no labels except the network's own
+segmentation. `universal` is the network of --model universal, which has never seen a hippocampus, after the affine
+stage and with --refine. Peers, in an environment of their own (.venv-peers, made here from requirements-peers.txt):
+antspyx (affine, SyN, and SyN with local correlation of radius 2 and iterations 40/20/5), Greedy with local correlation
+after its affine stage, DIPY's SyN with local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net
+trained for as long on the same volumes. All get the same files (intensities 0 to 1, headers kept) and the same number
+of threads. Those without an affine stage start with the volumes' centres aligned, as in `identity`; the others find
+their own start. The field of each method warps the labels in both modes of --labels: `dice` and HD95 use the nearest
+voxel, `dice_smooth` the smooth mode; all are means over both labels. Folding is that of the whole transform on the
+fixed grid (an affine part changes no sign). Seconds run from images in memory to the transform, after one warm-up pair.
+Results are written immediately; --resume continues. The last line is one line of JSON.
 """
 import argparse
 import json
@@ -32,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import ROOT, in_one_sentence, kept_json, our_commit
+from common import ROOT, add_shared, in_one_sentence, kept_json, our_commit
 from peers import begin, clocks, peer, peers_python, spent, start_peer, write_json
 from scipy.stats import wilcoxon
 from tqdm import tqdm
@@ -71,10 +70,9 @@ LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1
 TRAININGS = {"net": (ROOT / "Config/config_hippocampus_registration.yaml", (), "checkpoint"),
              "labels": (LABELS, (), "labels_checkpoint"),
              "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
-# The training whose network a method takes, and the option with its steps of refinement.
-NETWORKS = {"net": ("net", None), "quick": ("net", "quick"), "refine": ("net", "net_refine"),
-            "labels": ("labels", None), "labels_refine": ("labels", "labels_refine"),
-            "labels_few": ("labels_few", None), "labels_few_refine": ("labels_few", "labels_refine")}
+# The training whose network a method takes, and its steps of refinement; `quick` takes as long as Greedy.
+NETWORKS = {"net": ("net", 0), "quick": ("net", 10), "refine": ("net", 30), "labels": ("labels", 0),
+            "labels_refine": ("labels", 20), "labels_few": ("labels_few", 0), "labels_few_refine": ("labels_few", 20)}
 NET_ROUNDS = 3  # of the method net, where --set names no others: with refinement ten steps find more than a third round
 OURS = (*NETWORKS, "refine_none", "universal")
 METHODS = ("identity", *PEERS, *OURS)
@@ -217,6 +215,11 @@ def train_ours(name, minutes, data, out, threads):
     return run / checkpoint.newest(run)
 
 
+def vxm_settings(minutes, data, threads):
+    """What has to be the same for --resume to take VoxelMorph's training."""
+    return [minutes, str(data), threads, VXM_SETTINGS]
+
+
 def train_voxelmorph(minutes, data, out, python, threads):
     """Write voxelmorph.pt: each of VXM_SETTINGS has a twentieth of the time, the best is trained anew for all of it."""
     folder = out / "work/voxelmorph-training"
@@ -228,7 +231,8 @@ def train_voxelmorph(minutes, data, out, python, threads):
     with tqdm(total=minutes * (1 + len(VXM_SETTINGS) / 20), desc="VoxelMorph's training", bar_format=shown) as bar:
         for line in start_peer("voxelmorph-train", job, folder, python, threads):
             if "done" in line:
-                write_json(out / "voxelmorph-training.json", {**line, "from": [str(data), threads, VXM_SETTINGS]})
+                write_json(out / "voxelmorph-training.json", {**line, "chosen": line["settings"],
+                                                              "settings": vxm_settings(minutes, data, threads)})
             else:
                 bar.set_postfix_str(f"step {line['steps']}, loss {line['loss']:.3f}", refresh=False)
                 bar.update(line["minutes"] - bar.n)
@@ -370,12 +374,6 @@ def parse_arguments(argv=None):
                         help=f"some of {', '.join(METHODS)} (all, universal where its file has been made)")
     parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement without "
                         "a network, and of the method universal (%(default)s)")
-    parser.add_argument("--net-refine", type=int, default=30, metavar="N", help="steps of the method refine, after a "
-                        "network trained without labels (%(default)s)")
-    parser.add_argument("--quick", type=int, default=10, metavar="N", help="steps of the method quick, which takes as "
-                        "long as Greedy (%(default)s)")
-    parser.add_argument("--labels-refine", type=int, default=20, metavar="N", help="steps of refinement, which sees no "
-                        "labels, for the networks whose training had some (%(default)s)")
     parser.add_argument("--affine", action="store_true", help="align by our affine stage first, before both of ours")
     parser.add_argument("--start", choices=("centre", "header"), default="centre", help="how volumes begin: by the "
                         "centres of their fields of view, as in the training, or by their headers (%(default)s)")
@@ -384,37 +382,18 @@ def parse_arguments(argv=None):
     return parser.parse_args(argv)
 
 
-def add_shared(parser, data, name):
-    """The options that the others have too. data: the default of --data. name: of the output folder in Logs."""
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override a key of our config, such as one of refine.*; may be repeated")
-    parser.add_argument("--threads", type=int, default=1, help="of every method (%(default)s)")
-    parser.add_argument("--data", type=Path, default=data, metavar="FOLDER", help="the volumes (%(default)s)")
-    parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
-    parser.add_argument("--resume", action="store_true", help="continue what the output folder holds")
-    parser.add_argument("--out", type=Path, default=ROOT / "Logs" / name, metavar="FOLDER")
-
-
-def made_in(note, minutes, made_from):
-    """Whether a training of that many minutes has been finished, as its note says. made_from: what else is the same."""
-    found = json.loads(note.read_text()) if note.exists() else {}
-    return (found.get("minutes"), found.get("from")) == (minutes, json.loads(json.dumps(made_from)))
-
-
 def our_model(name, args):
     """Network and config of one of TRAININGS: of the checkpoint given, of a training that --resume finds, or a new one.
 
     Returns: its path, (net, config).
     """
     given, note = getattr(args, TRAININGS[name][2]), args.out / f"training-{name}.json"
-    made_from = [str(args.data), args.threads, our_commit("OM_train_3modes.py", "Runtime")]
-    if given:
+    settings = [args.train_minutes, str(args.data), args.threads, our_commit("OM_train_3modes.py", "Runtime")]
+    if given := given or kept_json(note, settings, args.resume).get("checkpoint"):
         path = find_checkpoint(given)
-    elif args.resume and made_in(note, args.train_minutes, made_from):
-        path = find_checkpoint(json.loads(note.read_text())["checkpoint"])
     else:
         path = train_ours(name, args.train_minutes, args.data, args.out, args.threads)
-        write_json(note, {"minutes": args.train_minutes, "checkpoint": str(path), "from": made_from})
+        write_json(note, {"settings": settings, "checkpoint": str(path)})
     return path, load_model(path, overrides=args.overrides)
 
 
@@ -425,19 +404,18 @@ def method_of(name, args, models, python):
     if name == "refine_none":
         return without_network(args.threads, args.refine, load_config(NO_NETWORK, args.overrides))
     if name in (*NETWORKS, "universal"):
-        training, steps = NETWORKS.get(name, ("universal", "refine"))
+        training, steps = NETWORKS.get(name, ("universal", args.refine))
         path, (net, cfg) = models[training]
         if name == "net" and not any(word.startswith("registration.rounds=") for word in args.overrides):
             cfg = {**cfg, "registration.rounds": NET_ROUNDS}
-        options = {"affine": args.affine or name == "universal", "refine": getattr(args, steps) if steps else 0}
+        options = {"affine": args.affine or name == "universal", "refine": steps}
         settings = {**options, "weights": sha256(path), "config": cfg, "threads": args.threads, "commit": our_commit()}
         return lambda pairs: ours(pairs, (net, cfg), **options), settings
     kind, options = PEERS[name]
     if name == "voxelmorph":
         weights = Path(args.vxm_weights or args.out / "voxelmorph.pt")
-        note = args.out / "voxelmorph-training.json"
-        made_from = [str(args.data), args.threads, VXM_SETTINGS]
-        if not args.vxm_weights and not (args.resume and made_in(note, args.vxm_minutes, made_from)):
+        note, settings = args.out / "voxelmorph-training.json", vxm_settings(args.vxm_minutes, args.data, args.threads)
+        if not args.vxm_weights and not kept_json(note, settings, args.resume):
             train_voxelmorph(args.vxm_minutes, args.data, args.out, python, args.threads)
         if not weights.is_file():
             raise InputError(f"--vxm-weights {weights}: no such file; leave it out to have them trained.")
@@ -464,7 +442,7 @@ def main(argv=None):
     results, failed = run_methods(names, lambda name: method_of(name, args, models, python), pairs, args)
     lead = (f"{len(pairs)} ordered pairs of volumes that no training has seen; {args.threads} threads. "
             + (f"Ours: {', '.join(path.name for path, _ in models.values())}, "
-               f"refinement of {args.refine} steps without a network, of {args.net_refine} after one without labels."
+               f"refinement of {args.refine} steps without a network, of 30 after one without labels."
                if models else ""))
     if results:
         publish(results, args.out, "Registration of the hippocampus", lead, OURS)

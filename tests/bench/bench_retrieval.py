@@ -22,9 +22,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from bench_augment import DATA, LABELS
-from bench_fewshot import interval
 from bench_segment import registered, subjects
-from common import in_one_sentence
+from common import in_one_sentence, interval
 from tqdm import tqdm
 
 from Dataloader.datalist import read_datalist

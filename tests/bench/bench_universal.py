@@ -27,7 +27,6 @@ from bench_registration import (
     NO_NETWORK,
     ROOT,
     TEST,
-    add_shared,
     by_peer,
     identity,
     ours,
@@ -39,7 +38,7 @@ from bench_registration import (
     without_network,
     write_json,
 )
-from common import in_one_sentence, our_commit
+from common import add_shared, in_one_sentence, our_commit
 from peers import begin, peers_python
 
 from Inference.choices import DEFAULTS

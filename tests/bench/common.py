@@ -2,6 +2,7 @@
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import zlib
@@ -39,6 +40,23 @@ def in_one_sentence(main):
     return ended
 
 
+def add_shared(parser, data, name, peers=True, overrides=True):
+    """Options that several benchmarks have.
+
+    data: the default of --data. name: of the output folder in Logs. peers, overrides: whether other programs take part,
+    and whether our config can be changed.
+    """
+    if overrides:
+        parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                            help="override a key of our config, such as one of refine.*; may be repeated")
+    if peers:
+        parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of every method (%(default)s)")
+    parser.add_argument("--data", type=Path, default=data, metavar="FOLDER", help="the volumes (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="continue what the output folder holds")
+    parser.add_argument("--out", type=Path, default=ROOT / "Logs" / name, metavar="FOLDER")
+
+
 def hippocampus(folder):
     """Overrides that name the hippocampus data, or synthetic volumes of that size, written to `folder`, if absent."""
     if (DATA / "hippocampus").is_dir():
@@ -46,6 +64,16 @@ def hippocampus(folder):
     from Dataloader.synthetic import write_dataset  # here: an environment of peers lacks what it imports
     write_dataset(folder, range(1, 51), (36, 50, 36))
     return [f"data.root={folder}", "data.train_ids=1-38", "data.val_ids=39-50", "data.expect_samples=38"]
+
+
+def interval(values):
+    """Mean of some numbers, and the ends of its 95 % interval by Student's t; None where there is one number only."""
+    from scipy import stats  # here: after OPENBLAS_NUM_THREADS is set, and only where it is needed
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, None, None
+    reach = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return mean, float(mean - reach), float(mean + reach)
 
 
 def kept_json(path, settings, resume):
