@@ -22,6 +22,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -31,9 +32,9 @@ import signal
 import struct
 import sys
 import tempfile
-import threading
 import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -920,21 +921,6 @@ def run_one(number, seed, kinds, originals, parent, keep):
             "sentence": sentence, "seconds": round(spent, 2)}
 
 
-def fork(function, *args):
-    """The process of a child that calls a function; in this process torch must not have computed."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            function(*args)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return pid
-
-
 def note_weights(originals):
     """Write beside the pair what weights there are, and its config as the programs read it."""
     run, pair = "Models/demo_om_net", originals / "pair"
@@ -949,58 +935,32 @@ def note_weights(originals):
     (pair / "config.json").write_text(json.dumps(load_config(pair / "config.yaml")))
 
 
-def fuzz(count, seed, kinds=tuple(KINDS), workers=1, only=(), keep=None, tell=None):
+def prepare(originals):
+    """Make the originals, and write what that prints beside them."""
+    log = os.open(originals.parent / "originals.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    make_originals(originals)
+    note_weights(originals)
+
+
+def fuzz(count, seed, kinds=tuple(KINDS), workers=1, only=(), keep=None, tell=lambda row: None):
     """Run so many inputs, or those of `only`. Returns: rows of `run_one`, in the order of their numbers.
 
-    keep: folder for what faulty inputs leave. tell: called with each row.
+    keep: folder for what faulty inputs leave. tell: called with each row. Raises BrokenProcessPool where a worker ends.
     """
     parent = Path(keep or tempfile.mkdtemp(prefix="fuzz-")).resolve()
     originals = parent / "originals"
     shutil.rmtree(originals, ignore_errors=True)
     originals.mkdir(parents=True)
-    with open(parent / "originals.log", "w") as log:
-        out = [os.dup(stream) for stream in (1, 2)]
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-        try:
-            for make in (make_originals, note_weights):
-                if os.waitstatus_to_exitcode(os.waitpid(fork(make, originals), 0)[1]):
-                    raise RuntimeError(f"{make.__name__} failed")
-        finally:
-            for stream, saved in zip((1, 2), out):
-                os.dup2(saved, stream)
-                os.close(saved)
-    numbers = list(only or range(count))
-    children, rows = [], []
-
-    def work(own, reading, writing):
-        os.close(reading)
-        with open(writing, "w", buffering=1) as pipe:
-            for number in own:
-                print(json.dumps(run_one(number, seed, kinds, originals, parent, keep)), file=pipe)
-
-    for worker in range(workers):
-        reading, writing = os.pipe()
-        children.append((fork(work, numbers[worker::workers], reading, writing), reading))
-        os.close(writing)
-
-    def collect(reading):
-        with open(reading) as pipe:
-            for line in pipe:
-                rows.append(json.loads(line))
-                if tell:
-                    tell(rows[-1])
-
-    # All pipes at once: a worker whose pipe is full would wait until the workers before it have ended.
-    readers = [threading.Thread(target=collect, args=(reading,)) for _, reading in children]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    for pid, _ in children:
-        os.waitpid(pid, 0)
-    if len(rows) < len(numbers):
-        raise RuntimeError(f"{len(numbers) - len(rows)} inputs were not tried: a worker ended")
+    rows, forked = [], multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, forked) as pool:  # the others need a parent in which torch has computed nothing
+        pool.submit(prepare, originals).result()
+    with ProcessPoolExecutor(workers, forked) as pool:
+        given = [pool.submit(run_one, number, seed, kinds, originals, parent, keep) for number in only or range(count)]
+        for done in as_completed(given):
+            rows.append(done.result())
+            tell(rows[-1])
     if not keep:
         shutil.rmtree(parent)
     return sorted(rows, key=lambda row: row["number"])
