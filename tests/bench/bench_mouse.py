@@ -59,9 +59,7 @@ def main(argv=None):
             folder = args.out / "work" / name
             method, settings = by_peer(*PEERS[name], folder, python, args.threads, warm_up=False)
         results[name] = run_method(name, method, pairs, args.out / f"{name}.json", settings, args.resume)
-    publish(results, args.out, "Registration of mouse brains", f"{len(pairs)} ordered pairs of {len(brains)} brains; "
-            f"{args.threads} threads. Ours: affine stage and refinement of {args.refine} steps, no network.",
-            ("refine",))
+    publish(results, args.out, ("refine",))
     return DONE
 
 

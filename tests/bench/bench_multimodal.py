@@ -2,15 +2,14 @@
 
     python tests/bench/bench_multimodal.py [--subjects test] [--pairs N] [--remaps NAME...] [--methods NAME...]
 
-Six remappings (remappings.py; report.html shows them) with ten pairs each, drawn from the volumes 201-230, or 231-280
-with --subjects test. All methods get the same files. Ours is affine stage and refinement without a network: `ours` with
---similarity mapped, `ours_mind` with mind, and `ours_correlation` with the similarity of one modality, to show the
-difference. The peers, in .venv-peers as in bench_registration.py: antspyx (affine stage and SyN, both by mutual
-information) and elastix (affine stage and B-splines, both by mutual information; always in one thread, as it crashes
-with two, whatever --threads says). `identity` is the start. Scores and times are those of bench_registration.py: the
-field of each method warps the labels, for `dice` by the nearest voxel and for `dice_smooth` smoothed; times are
-wall-clock and CPU seconds. Results are written immediately; --resume continues. A table of the remappings goes to
-stderr and to remappings.md. The last line is one line of JSON.
+Six remappings (remappings.py) with ten pairs each, drawn from the volumes 201-230, or 231-280 with --subjects test. All
+methods get the same files. Ours is affine stage and refinement without a network: `ours` with --similarity mapped,
+`ours_mind` with mind, and `ours_correlation` with the similarity of one modality, to show the difference. The peers, in
+.venv-peers as in bench_registration.py: antspyx (affine stage and SyN, both by mutual information) and elastix (affine
+stage and B-splines, both by mutual information; always in one thread, as it crashes with two, whatever --threads says).
+`identity` is the start. Scores and times are those of bench_registration.py: the field of each method warps the labels,
+for `dice` by the nearest voxel and for `dice_smooth` smoothed; times are wall-clock and CPU seconds. Results are
+written immediately; --resume continues. A table of the remappings goes to stderr. The last line is one line of JSON.
 """
 import argparse
 import sys
@@ -30,17 +29,15 @@ from bench_registration import (
     without_network,
 )
 from common import add_shared, in_one_sentence
-from matplotlib.figure import Figure
 from peers import begin, peers_python
 from remappings import REMAPPINGS, remap
 
 from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import read_volume, write_volume
 from Diffusion.metrics import average
-from Report.page import figure_html, markdown_table, table_html
+from Report.page import text_table
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
-from Runtime.files import write_file
 
 PEERS = {  # name: the method of peers.py and its options, the best of a few on pairs of the volumes 201-230
     # Both stages by mutual information. Dice of twelve pairs 0.68; with a rigid stage before 0.67; from the centres of
@@ -123,27 +120,6 @@ def by_remapping(results, pairs):
     return header, [*rows, ["all", len(pairs), *map(average, columns)]]
 
 
-def pictures(pairs):
-    """Figure of the middle slices of the first pair of each remapping, as all methods get them."""
-    firsts = list({pair["remap"]: pair for pair in reversed(pairs)}.values())[::-1]
-    figure = Figure(figsize=(1.7 * len(firsts), 4.4), layout="constrained")
-    rows = figure.subplots(2, len(firsts), squeeze=False)
-    for column, pair in enumerate(firsts):
-        for row, part in zip(rows, ("fixed", "moving")):
-            array, _ = read_volume(pair[part])
-            row[column].imshow(array[:, :, array.shape[2] // 2].T, cmap="gray", origin="lower", vmin=0, vmax=1)
-            row[column].set_title(f"{pair['remap']}\n{part}" if part == "fixed" else part, fontsize=9)
-            row[column].axis("off")
-    return figure
-
-
-def what_it_is():
-    """Header and rows: what each remapping does, in the words of its function."""
-    return ["remapping", "what it does to the moving volume", "and to the fixed one"], [
-        [name, *(" ".join(function.__doc__.split()) if function else "nothing" for function in functions[::-1])]
-        for name, functions in REMAPPINGS.items()]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 def parse_arguments(argv=None):
@@ -181,15 +157,9 @@ def main(argv=None):
     results, failed = run_methods(names, lambda name: method_of(name, args, python), pairs, args)
     if results:
         header, rows = by_remapping(results, pairs)
-        formats = [None, None, *[".4f"] * (len(header) - 2)]
-        text = markdown_table(header, rows, formats)
-        write_file(args.out / "remappings.md", text + "\n")
-        print(f"\n{text}\n", file=sys.stderr)
-        sections = [("Remappings", figure_html(pictures(pairs), "Middle slices of the first pair of each.")
-                     + table_html(*what_it_is()) + table_html(header, rows, "Mean Dice.", formats))]
-        lead = (f"{len(pairs)} ordered pairs ({args.subjects}) in {len(args.remaps)} remappings of intensities; "
-                f"{args.threads} threads. Ours: affine stage and refinement of {args.refine} steps, no network.")
-        publish(results, args.out, "Registration across modalities", lead, tuple(OURS), sections, {"pairs": len(pairs)})
+        text = text_table(header, rows, [None, None, *[".4f"] * (len(header) - 2)])
+        print(f"\nmean Dice of each remapping\n{text}\n", file=sys.stderr)
+        publish(results, args.out, tuple(OURS), {"pairs": len(pairs)})
     print("\n".join(failed), file=sys.stderr)
     return STOP if failed else DONE
 

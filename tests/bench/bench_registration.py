@@ -43,7 +43,7 @@ from Diffusion.metrics import average, dice, folding_percent, hd95
 from Inference.labels import apply_label
 from Inference.load_model import UNIVERSAL, find_checkpoint, load_model
 from Inference.registration import register, start_matrix
-from Report.page import cards_html, table_html, text_table, write_page
+from Report.page import text_table
 from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
@@ -320,11 +320,10 @@ def paired(mine, other):
             "won": int((gains > 0).sum()), "pairs": len(gains), "p": p}
 
 
-def publish(results, out, title, lead, references, sections=(), more=None):
-    """Table, results.json, report.html and the last line of JSON.
+def publish(results, out, references, more=None):
+    """Tables, results.json and the last line of JSON.
 
-    references: methods the others are compared with. sections: of the page, before the others. more: dict of further
-    entries for the last line.
+    references: methods the others are compared with. more: dict of further entries for the last line.
     """
     means = {name: summary(scores) for name, scores in results.items()}
     labels = sorted({label for mean in means.values() for label in mean["labels"]}, key=int)
@@ -343,17 +342,9 @@ def publish(results, out, title, lead, references, sections=(), more=None):
                  for name, found in others.items()]
     gain_formats = [None, "+.4f", ".4f", None, None, ".2g"]
     write_json(out / "results.json", {"summary": means, "paired": gains, "scores": results})
-    sections = [("", cards_html([(name, f"{means[name]['dice']:.3f}", f"Dice, {means[name]['seconds']:.2f} s a pair")
-                                 for name in references if name in means])),
-                *sections,
-                ("Methods", table_html(header, rows, "Means over the pairs.", formats))]
-    if gain_rows:
-        sections.append(("Pair by pair", table_html(gain_header, gain_rows, "Positive: better.", gain_formats)))
-    page = write_page(out / "report.html", title, lead, sections)
     print(text_table(header, rows, formats) + "\n")
     if gain_rows:
         print(text_table(gain_header, gain_rows, gain_formats) + "\n")
-    print(f"report: {page.resolve()}")
     shown = ("dice", "dice_smooth", "hd95_mm", "folding_percent", "seconds", "processor_seconds")
     print(json.dumps({**{name: {key: mean[key] and round(mean[key], 5) for key in shown}
                          for name, mean in means.items()}, **(more or {})}))
@@ -440,12 +431,8 @@ def main(argv=None):
         models["universal"] = path, load_model(path, overrides=[f"refine.weight={weight}", *args.overrides])
     names = [name for name in METHODS if name in args.methods]
     results, failed = run_methods(names, lambda name: method_of(name, args, models, python), pairs, args)
-    lead = (f"{len(pairs)} ordered pairs of volumes that no training has seen; {args.threads} threads. "
-            + (f"Ours: {', '.join(path.name for path, _ in models.values())}, "
-               f"refinement of {args.refine} steps without a network, of 30 after one without labels."
-               if models else ""))
     if results:
-        publish(results, args.out, "Registration of the hippocampus", lead, OURS)
+        publish(results, args.out, OURS)
     if failed:
         print("\n".join(failed), file=sys.stderr)
     return STOP if failed else DONE
