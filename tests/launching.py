@@ -26,6 +26,8 @@ STARTED = []  # by `start`, and not yet ended
 GRACE = 5  # seconds for what ends by itself: a worker that notices the death of its parent
 GUARDS = {}  # our process number: the guard, which reads from us until we are gone
 DEADLY = (signal.SIGINT, signal.SIGTERM)
+# On a machine that other work slows down, FAULTS_SLOW=4 multiplies what `until` waits for, and the deadlines of faults.
+SLOW = float(os.environ.get("FAULTS_SLOW", "1"))
 
 
 def mark_this_process():
@@ -49,6 +51,16 @@ def start(command, env=None, **options):
     process.mark = mark
     STARTED.append(process)
     return process
+
+
+def until(condition, seconds=120):
+    """Wait for a condition to become true. Returns its value; raises TimeoutError."""
+    ends = time.monotonic() + seconds * SLOW
+    while not (value := condition()):
+        if time.monotonic() > ends:
+            raise TimeoutError(f"waited {seconds} s for {condition}")
+        time.sleep(0.02)
+    return value
 
 
 @contextlib.contextmanager

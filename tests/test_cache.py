@@ -29,8 +29,10 @@ from Dataloader.synthetic import write_dataset
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.global_batch import Split
 from Runtime.launch import Ranks
+from Runtime.memory import children
 from Runtime.progress import Progress
 from tests import launching
+from tests.launching import until
 from tests.tiny import ROOT, add_masks, arguments, config, make_data, run_prepare
 
 COUNT, SIDE = 40, 20
@@ -132,28 +134,8 @@ def one_sentence(text):
     return lines[-1]
 
 
-def parent_of(pid):
-    """None where the process is gone, or dead and not yet waited for."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[1])
-
-
-def children(pid):
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(path.name) == pid]
-
-
 def workers_of(process):
     return [pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def wait_until(condition, seconds=60.0):
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends, "it took too long"
-        time.sleep(0.01)
 
 
 def flip(path, at=-5, bit=0):
@@ -299,13 +281,11 @@ def kill_at(folder, place, rng, new_parts, workers, **changes):
     with open(place.parent / "killed.txt", "a") as out:
         process = launching.start(command(folder, place, "--workers", str(workers), **changes), stdout=out, stderr=out,
                                   env=environment())
-    wait_until(lambda: process.poll() is not None or len(list(place.glob("volumes_*.json"))) >= before + new_parts)
+    until(lambda: process.poll() is not None or len(list(place.glob("volumes_*.json"))) >= before + new_parts)
     time.sleep(delay)
-    process.send_signal(signal.SIGSTOP)  # so that the list of its workers is whole
-    orphans = children(process.pid)
     process.kill()
     process.wait()
-    wait_until(lambda: not any(map(parent_of, orphans)), 10)
+    assert not launching.expect_nothing(process.mark)
     return len(list(place.glob("volumes_*.json")))
 
 
@@ -331,12 +311,11 @@ def test_one_at_a_time_and_a_killed_worker_is_one_sentence(made, tmp_path, capsy
     place.mkdir()
     process = launching.start(command(made, place, "--workers", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                               text=True, env=environment())
-    wait_until(lambda: (place / "plan.json").exists())
+    until((place / "plan.json").exists)
     assert run_here(made, place) == STOP
     said = one_sentence(capsys.readouterr().err)
     assert f"in use by process {process.pid} on" in said and "name another data.cache" in said
-    wait_until(lambda: workers_of(process))
-    os.kill(workers_of(process)[0], signal.SIGKILL)
+    os.kill(until(lambda: workers_of(process))[0], signal.SIGKILL)
     _, said = process.communicate(timeout=60)
     assert process.returncode == STOP and "fewer --workers than 2" in one_sentence(said)
     assert not (place / "manifest.json").exists() and not (place / "lock.json").exists()

@@ -409,10 +409,7 @@ def test_no_thread_stays_when_a_checkpoint_is_written(tmp_path):
         return len(os.listdir("/proc/self/task"))
     state, before = make_state(1, 10) | {"rng": torch.rand(10**6)}, threads()
     checkpoint.save_in_background(tmp_path, name(1), state).result(timeout=60)
-    until = time.monotonic() + 10
-    while threads() > before:
-        assert time.monotonic() < until, f"{threads()} threads instead of {before}"
-        time.sleep(0.05)
+    launching.until(lambda: threads() <= before, 10)
 
 
 def test_kill_during_saves_in_the_background_leaves_a_good_checkpoint(run):

@@ -15,7 +15,7 @@ import pytest
 
 from Supervisor.attempts import history, read_lines
 from tests import launching
-from tests.faults.common import until
+from tests.launching import until
 from tests.test_install import PROGRAMS, copy_sources
 from tests.tiny import ROOT, arguments, launcher_environment, make_data
 

@@ -3,7 +3,6 @@ import errno
 import math
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ from Runtime.launch import Ranks
 from Runtime.progress import Progress
 from Supervisor.verdict import ECHOES, name_error
 from tests import launching
-from tests.faults.common import until
+from tests.launching import until
 from tests.tiny import ROOT, config, make_data
 
 ORPHANS = """
@@ -177,13 +176,7 @@ def test_a_worker_ends_whose_parent_was_killed_before_it_had_started(data, tmp_p
         launching.start([sys.executable, tmp_path / "orphans.py", data], stdout=out, stderr=out,
                         env={**os.environ, "PYTHONPATH": str(ROOT)}).wait(60)
     worker = int((tmp_path / "out.txt").read_text().split()[-1])
-    ends = time.time() + 30
-    while Path(f"/proc/{worker}").exists() and time.time() < ends:
-        time.sleep(0.1)
-    alive = Path(f"/proc/{worker}").exists()
-    if alive:
-        os.kill(worker, signal.SIGKILL)
-    assert not alive
+    until(lambda: not Path(f"/proc/{worker}").exists(), 30)
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests import launching, warm
-from tests.faults.common import SCALED, ends, final_weights, new_folder, rank_pid, steps_done, until
+from tests.faults.common import SCALED, ends, final_weights, new_folder, rank_pid, steps_done
 from tests.faults.run_matrix import kernel_takes_memory, matrix
+from tests.launching import until
 from tests.tiny import QUICK, ROOT, arguments, launcher_environment
 
 SETTINGS = {**{key.replace(".", "__"): value for key, value in SCALED.items()}, **QUICK, "run__epochs": 2}

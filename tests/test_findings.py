@@ -16,7 +16,7 @@ from Report.run_logs import read_run
 from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
-from tests.faults.common import until
+from tests.launching import until
 from tests.tiny import QUICK, ROOT, arguments, make_data, options
 
 ONE_SUBJECT = {"data__train_ids": "", "data__val_ids": "", "data__subject_pattern": "(subject)"}

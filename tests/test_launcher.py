@@ -23,7 +23,7 @@ from Supervisor import launcher, scheduler
 from Supervisor.attempts import history, read_lines
 from Supervisor.processes import Leave
 from tests import launching
-from tests.faults.common import until
+from tests.launching import until
 from tests.tiny import ROOT, arguments, launcher_environment, stand_in
 
 LAUNCHER = ROOT / "bash_train_multi_nodes.sh"

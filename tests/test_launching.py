@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -39,10 +38,7 @@ with launching.running(["bash", "-c", sys.argv[2], "deaf", sys.argv[3]]):
 
 def pids(folder):
     """Process numbers of all three, once they have started."""
-    until = time.monotonic() + 20
-    while not all((folder / name).exists() and (folder / name).read_text() for name in NAMES):
-        assert time.monotonic() < until, "they have not started"
-        time.sleep(0.01)
+    launching.until(lambda: all((folder / name).exists() and (folder / name).read_text() for name in NAMES), 20)
     return [int((folder / name).read_text()) for name in NAMES]
 
 
@@ -77,10 +73,8 @@ def test_a_process_that_takes_too_long_ends_with_its_children_and_what_it_said_i
 def test_a_killed_pytest_leaves_nothing_either(tmp_path, number):
     """Where it cannot do so any more, its guard does it."""
     done = launching.run([sys.executable, "-c", INNER, ROOT, STAYS, tmp_path, int(number)], timeout=60)
-    ends = time.monotonic() + 10  # the guard works beside this process
-    while alive(pids(tmp_path)) and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert done.returncode in (-number, 1) and not alive(pids(tmp_path)), done.stderr
+    assert done.returncode in (-number, 1), done.stderr
+    launching.until(lambda: not alive(pids(tmp_path)), 10)  # the guard works beside this process
 
 
 def test_marks_nest_and_do_not_overlap(tmp_path):

@@ -440,10 +440,7 @@ def test_a_killed_run_leaves_whole_files_and_ends_as_an_undisturbed_one(data):
     assert run(*words, "--out", data / "whole") == 0
     command = [sys.executable, ROOT / "OM_augment.py", *words, "--out", data / "out", "--workers", "2"]
     process = launching.start([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.time() + 100
-    while not list((data / "out").rglob("fieldsTr/*_draw0*.nii.gz")) and time.time() < deadline:
-        time.sleep(0.02)
-    assert list((data / "out").rglob("fieldsTr/*_draw0*.nii.gz")), "no draw within the time"
+    launching.until(lambda: list((data / "out").rglob("fieldsTr/*_draw0*.nii.gz")), 100)
     process.send_signal(signal.SIGKILL)
     process.wait()
     time.sleep(2)  # the workers end with it

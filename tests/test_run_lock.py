@@ -79,10 +79,7 @@ def test_a_live_holder_is_named_and_a_killed_one_loses_the_folder(tmp_path):
     assert f"process {holder.pid} on {socket.gethostname()} since {read(tmp_path)['since']}" in text
     assert str(tmp_path) in text and "--fresh" in text
     holder.kill()
-    until = time.time() + 5
-    while ") Z " not in open(f"/proc/{holder.pid}/stat").read():  # without wait() it stays a zombie
-        assert time.time() < until
-        time.sleep(0.01)
+    launching.until(lambda: ") Z " in open(f"/proc/{holder.pid}/stat").read(), 5)  # without wait() it stays a zombie
     touch(tmp_path)
     token = lock(tmp_path, 60)
     assert read(tmp_path)["token"] == token and read(tmp_path)["holders"][0]["pid"] == os.getpid()

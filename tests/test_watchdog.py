@@ -14,7 +14,7 @@ import pytest
 from Runtime import watchdog
 from Supervisor.attempts import free_port
 from tests import launching
-from tests.faults.common import until
+from tests.launching import until
 from tests.tiny import ROOT, arguments, log_lines, make_data
 
 CFG = {"run.deadline_floor_s": 20.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}

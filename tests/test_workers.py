@@ -120,14 +120,7 @@ def test_no_worker_outlives_its_killed_parent(tmp_path):
     (tmp_path / "pids").mkdir()
     process = launching.start([sys.executable, str(tmp_path / "main.py"), str(tmp_path / "pids")],
                               stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == 2)
+    launching.until(lambda: len(list((tmp_path / "pids").iterdir())) == 2)
     process.kill()
     process.wait()
     assert launching.expect_nothing(process.mark) == ""
-
-
-def wait_until(condition, seconds=60):
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends, "it took too long"
-        time.sleep(0.05)

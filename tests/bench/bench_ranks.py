@@ -49,9 +49,9 @@ from tests.faults.common import (
     resumed_at,
     run_of,
     steps_done,
-    until,
     wait,
 )
+from tests.launching import until
 
 STEPS, KILLED_AFTER = 6, 3
 RANK_BYTES = 350e6  # of a rank, beside what it shares with the others

@@ -27,7 +27,8 @@ from Report.page import text_table
 from Report.rules import find_all
 from Report.run_logs import read_run
 from Runtime import progress, watchdog
-from tests.faults.common import end_all, launch, new_folder, run_of, until, wait
+from tests.faults.common import end_all, launch, new_folder, run_of, wait
+from tests.launching import until
 from tests.made_up_run import made_up_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

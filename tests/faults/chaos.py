@@ -33,9 +33,9 @@ from tests.faults.common import (  # noqa: E402
     new_folder,
     run_of,
     steps_done,
-    until,
     wait,
 )
+from tests.launching import until  # noqa: E402
 
 
 def newest_pids(folder, ranks):

@@ -3,7 +3,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -13,10 +12,9 @@ from Runtime.checkpoint import load, weights_sha256  # noqa: E402
 from Runtime.memory import children  # noqa: E402
 from Supervisor.attempts import read_lines  # noqa: E402
 from tests import launching  # noqa: E402
+from tests.launching import SLOW  # noqa: E402
 from tests.tiny import arguments, launcher_environment, make_data  # noqa: E402
 
-# On a machine that other work slows down, FAULTS_SLOW=4 multiplies all deadlines and the delays that outlast them.
-SLOW = float(os.environ.get("FAULTS_SLOW", "1"))
 # Deadlines and pauses scaled to steps of a tenth of a second; float32, which no CPU has to emulate; volumes of 8^3.
 # What is asked is who is found and where the run goes on, and most of the time goes to starting processes anyway.
 SCALED = {"run.deadline_floor_s": 3 * SLOW, "run.deadline_factor": 5, "run.deadline_first_s": 25 * SLOW,
@@ -77,16 +75,6 @@ def rank_pid(folder, rank, attempt=0):
     starts = [line for line in read_lines(run_of(folder) / f"rank{rank}.jsonl")
               if line["event"] == "start" and line["attempt"] == attempt]
     return starts[-1]["pid"] if starts else None
-
-
-def until(condition, seconds=120):
-    """Wait for a condition to become true; returns its value."""
-    ends = time.time() + seconds * SLOW
-    while not (value := condition()):
-        if time.time() > ends:
-            raise TimeoutError(f"waited {seconds} s for {condition}")
-        time.sleep(0.02)
-    return value
 
 
 def steps_done(folder, attempt=None):

@@ -19,7 +19,8 @@ from Runtime.checkpoint import newest
 from Runtime.errors import InputError
 from Runtime.run_lock import lock
 from Supervisor.attempts import read_lines
-from tests.faults.common import SCALED, ends, final_weights, launch, run_of, steps_done, until, wait
+from tests.faults.common import SCALED, ends, final_weights, launch, run_of, steps_done, wait
+from tests.launching import until
 from tests.slurm.cluster import daemon
 from tests.test_launcher import OF_ANOTHER
 from tests.tiny import ROOT, arguments, launcher_environment, make_data
