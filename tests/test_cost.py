@@ -140,12 +140,10 @@ def test_labels_that_training_refuses_refuse_the_dry_run(tmp_path, capsys):
 @pytest.mark.slow
 def test_results_of_a_step_function_that_training_refuses_refuse_the_dry_run(tmp_path, monkeypatch, capsys):
     step = om.step_registration
-    for result, reason in ((lambda loss: loss, "its step function returns no loss with a dict of terms"),
-                           (lambda loss: (loss, {"bright": 0.5}), "its bright is a float, not a tensor of one number")):
-        bad = om.MODES["registration"]._replace(step=lambda *given, result=result: result(step(*given)[0]))
-        monkeypatch.setitem(om.MODES, "registration", bad)
-        assert om.main(arguments(tmp_path, "--dry-run")) == 43
-        assert f"error: mode registration: {reason}" in capsys.readouterr().err
+    bad = om.MODES["registration"]._replace(step=lambda *given: (step(*given)[0], {"bright": 0.5}))
+    monkeypatch.setitem(om.MODES, "registration", bad)
+    assert om.main(arguments(tmp_path, "--dry-run")) == 43
+    assert "error: mode registration: its bright is a float, not a tensor of one number" in capsys.readouterr().err
 
 
 def test_a_step_is_tried_on_a_grid_of_this_machine_and_grows_with_the_voxels(monkeypatch):

@@ -477,12 +477,6 @@ def test_one_plane_along_another_axis_says_so(tmp_path, axis):
         read_volume(path, 2)
 
 
-def test_an_array_of_one_plane_is_told_to_drop_its_last_axis():
-    for shape, said in (((16, 18, 1), "is one plane of 3D, and not a 2D volume; drop the last axis, for example"),
-                        ((16, 1, 18), "is one plane along axis 1, but a 2D volume must have it along the last axis")):
-        assert nifti.one_plane(shape).startswith(f"shape {shape} {said}")
-
-
 def test_soft_and_full_masks(tmp_path):
     image = save(tmp_path / "i.nii.gz", noise())
     volume = read_source(image, "fixed")

@@ -549,7 +549,7 @@ def test_affine_alignment_begins_where_the_start_says():
     (None, np.random.default_rng(0).random((8, 9)), {}, "fixed is 3D and moving is 2D"),
     (None, np.random.default_rng(0).random((8, 9, 10, 2)), {}, "moving: shape .8, 9, 10, 2. is neither 2D nor 3D; "
      "give one volume of it, such as array"),
-    (np.random.default_rng(0).random((16, 18, 1)), None, {}, "fixed: shape .16, 18, 1. is one plane of 3D"),
+    (np.random.default_rng(0).random((16, 18, 1)), None, {}, "fixed: .* is one plane of 3D.*; drop the last axis,"),
     (np.random.default_rng(0).random((8, 9, 2)), None, {}, "fixed: shape .8, 9, 2. has fewer than 4 voxels"),
     (None, None, {"start": "middle"}, "start must be auto, header, centre or a 4x4 matrix, not 'middle'"),
     (None, None, {"start": np.zeros((4, 4))}, "invertible 4x4 matrix"),
