@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tests import compare_3modes_speed, diagnose_xpu_leak, diagnose_xpu_leak_ops, launching, leaks, warm
+from tests import compare_3modes_speed, diagnose_xpu_leak, diagnose_xpu_leak_ops, launching, leaks, tiny, warm
 from tests.tiny import ROOT
 
 SMALL = ("--scale", "0.125", "--device", "cpu")
@@ -29,10 +29,7 @@ def forked(program, log, *words, code):
 
 def stand_in(folder, *lines):
     """An interpreter for the scripts that runs these lines of bash. Returns: its path."""
-    python = folder / "python"
-    python.write_text("\n".join(["#!/usr/bin/env bash", *lines, ""]))
-    python.chmod(0o755)
-    return str(python)
+    return tiny.stand_in(folder / "python", "\n".join(lines))
 
 
 def verdicts(done):

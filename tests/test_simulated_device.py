@@ -37,12 +37,18 @@ def train_and_report(words):
     return code
 
 
-def simulated(folder, **changes):
-    done = warm.program(train_and_report, arguments(add_masks(make_data(folder)), run__device="auto", run__epochs=1,
-                                                    run__checkpoint_steps=0, **changes), folder)
+def printed(function, words, folder):
+    """What a function prints in a process of its own, which it ends well."""
+    done = warm.program(function, words, folder)
     assert done.returncode == 0, done.stderr
-    assert "1 x simulated:0, simulated device, 32 GiB" in done.stdout
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def simulated(folder, **changes):
+    said = printed(train_and_report, arguments(add_masks(make_data(folder)), run__device="auto", run__epochs=1,
+                                               run__checkpoint_steps=0, **changes), folder)
+    assert "1 x simulated:0, simulated device, 32 GiB" in said
+    return json.loads(said.splitlines()[-1])
 
 
 @pytest.mark.parametrize("changes", [
@@ -100,11 +106,6 @@ def look_at_mistakes():
     return 0
 
 
-def test_mistakes_are_noted(tmp_path):
-    done = warm.program(look_at_mistakes, None, tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
 def count_memory():
     with SimulatedDevice():
         module = torch.get_device_module("simulated")
@@ -123,9 +124,9 @@ def count_memory():
     return 0
 
 
-def test_memory_is_counted_as_long_as_something_holds_it(tmp_path):
-    done = warm.program(count_memory, None, tmp_path)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("look", [look_at_mistakes, count_memory])
+def test_mistakes_are_noted_and_memory_is_counted_as_long_as_something_holds_it(tmp_path, look):
+    printed(look, None, tmp_path)
 
 
 def study_and_report(words):
@@ -139,9 +140,8 @@ def test_a_study_works_on_the_device_that_auto_finds(tmp_path):
     image = make_subject(0, (12, 13, 11))["image"]
     write_volume(tmp_path / "bold.nii.gz", np.stack([image, np.roll(image, 1, 0)], -1), np.diag([2.0, 2.0, 2.0, 1.0]))
     words = ["motion", "--series", str(tmp_path / "bold.nii.gz"), "--reference", "0", "--out", str(tmp_path / "out")]
-    done = warm.program(study_and_report, words, tmp_path)  # --device auto
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.splitlines()[-1]) > 0, "bytes on the device"
+    said = printed(study_and_report, words, tmp_path)  # --device auto
+    assert int(said.splitlines()[-1]) > 0, "bytes on the device"
 
 
 def copy_to_a_checkpoint(folder):
@@ -157,8 +157,7 @@ def copy_to_a_checkpoint(folder):
 
 
 def test_a_checkpoint_waits_for_the_device_once(tmp_path):
-    done = warm.program(copy_to_a_checkpoint, tmp_path, tmp_path)
-    assert done.returncode == 0, done.stderr
+    printed(copy_to_a_checkpoint, tmp_path, tmp_path)
 
 
 def count_waits_of_refinements():
@@ -202,7 +201,5 @@ def count_waits_of_comparisons():
 
 @pytest.mark.parametrize("count_waits", [count_waits_of_refinements, count_waits_of_comparisons])
 def test_what_a_graph_records_of_a_pair_waits_for_nothing(tmp_path, count_waits):
-    done = warm.program(count_waits, None, tmp_path)
-    assert done.returncode == 0, done.stderr
-    for kind, few, many in json.loads(done.stdout.splitlines()[-1]):
+    for kind, few, many in json.loads(printed(count_waits, None, tmp_path).splitlines()[-1]):
         assert few == many, kind
