@@ -33,7 +33,6 @@ from Supervisor.attempts import read_lines  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     SCALED,
-    SLOW,
     STEPS_PER_EPOCH,
     end_all,
     ends,
@@ -46,9 +45,9 @@ from tests.faults.common import (  # noqa: E402
     resumed_at,
     run_of,
     steps_done,
-    until,
     wait,
 )
+from tests.launching import SLOW, until  # noqa: E402
 
 STEP_S = 108  # of the recorded campaign: 41 steps in 74 minutes
 FORWARD = {"rank": 1, "phase": "forward", "mode": "diffusion", "step": 9}
@@ -96,10 +95,15 @@ def died(folder, ranks, reference, fault, cause, rank=1, phase="forward", **chan
     return result(folder, reference, since, end["time"], named), end["sentence"]
 
 
-def killed_from_outside(folder, ranks, reference, number, victims):
-    process = launch(folder, ranks)
+def under_way(folder, ranks, **changes):
+    """A launch that has trained for some steps, and the time."""
+    process = launch(folder, ranks, **changes)
     until(lambda: steps_done(folder) >= 9)
-    since = time.time()
+    return process, time.time()
+
+
+def killed_from_outside(folder, ranks, reference, number, victims):
+    process, since = under_way(folder, ranks)
     for rank in victims:
         os.kill(rank_pid(folder, rank), number)
     code, end = wait(process), ends(folder)[0]
@@ -142,7 +146,7 @@ def damaged_checkpoint(folder, ranks, reference, how, said):
     faults = [{"do": "kill", **FORWARD}, {"id": "damage", "do": how, "rank": 0, "phase": "restore", "attempt": 1}]
     process = launch(folder, ranks, faults)
     code, since = wait(process), struck(folder, "damage")
-    sentence = next(line for line in (folder / "log.txt").read_text().splitlines() if "is skipped" in line)
+    sentence = log_of(folder, "is skipped")[0]
     log = read_lines(run_of(folder) / "rank0.jsonl")
     found = next(line["time"] for line in log if line["event"] == "step" and line["attempt"] == 1)
     return result(folder, reference, since, found, said in sentence and code == DONE), sentence
@@ -326,9 +330,7 @@ def stopped_holder_wakes(folder, ranks, reference):
     slow enough to be there still.
     """
     slow = {"do": "nap", "seconds": 1, "rank": 0, "phase": "optimizer", "mode": "diffusion", "always": True}
-    first = launch(folder, ranks)
-    until(lambda: steps_done(folder) >= 9)
-    stopped = time.time()
+    first, stopped = under_way(folder, ranks)
     for pid in launching.marked(first.mark):
         os.kill(pid, signal.SIGSTOP)
     lock = run_of(folder) / "lock.json"
@@ -368,9 +370,7 @@ def leak(folder, ranks, reference):
 
 
 def loader_worker_killed(folder, ranks, reference):
-    changes = {"data__in_memory": "false", "data__num_workers": 1}
-    process = launch(folder, ranks, **changes)
-    until(lambda: steps_done(folder) >= 9)
+    process, _ = under_way(folder, ranks, data__in_memory="false", data__num_workers=1)
     workers = [pid for pid in family(rank_pid(folder, 1))
                if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
     since = time.time()
@@ -441,32 +441,19 @@ def crash_in_the_first_step(folder, ranks, reference):
 
 
 def second_run(folder, ranks, reference):
-    process = launch(folder, ranks)
-    until(lambda: steps_done(folder) >= 3)
-    since = time.time()
-    second = launch(folder, ranks)
-    refused, found = wait(second), time.time()
-    named = refused == REFUSED and f"in use by process {process.pid} on" in (folder / "log.txt").read_text()
+    process, since = under_way(folder, ranks)
+    refused, found = wait(launch(folder, ranks)), time.time()
+    said = log_of(folder, "in use by")[0]
+    named = refused == REFUSED and f"in use by process {process.pid} on" in said
     code = wait(process)
     row = result(folder, reference, since, found, named and code == DONE and len(ends(folder)) == 1)
-    said = next(line for line in (folder / "log.txt").read_text().splitlines() if "in use by" in line)
     return {**row, "steps_lost": 0}, said
-
-
-def would_not_exit(folder, ranks, reference):
-    process = launch(folder, ranks, [{"do": "never_exit", "rank": 1, "phase": "leave"}])
-    code, since = wait(process), struck(folder)
-    end = ends(folder)[0]
-    verdict = end["verdict"]
-    named = (verdict["cause"], verdict["rank"], verdict["phase"]) == ("would not exit", 1, "exit") and code == DONE
-    return result(folder, reference, since, end["time"], named), end["sentence"]
 
 
 def shell_of_the_round_killed(folder, ranks, reference):
     """The shell between launcher and ranks: these end before the next round begins in the same folder."""
-    process = launch(folder, ranks)
-    until(lambda: steps_done(folder) >= 9)
-    since, pid = time.time(), rank_pid(folder, 0)
+    process, since = under_way(folder, ranks)
+    pid = rank_pid(folder, 0)
     os.kill(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
     until(lambda: not Path(f"/proc/{pid}").exists() or rank_pid(folder, 0, 1))
     code, alone = wait(process), not Path(f"/proc/{pid}").exists() and not log_of(folder, "in use by")
@@ -476,9 +463,7 @@ def shell_of_the_round_killed(folder, ranks, reference):
 
 
 def launcher_asked_to_leave(folder, ranks, reference, number):
-    process = launch(folder, ranks)
-    until(lambda: steps_done(folder) >= 9)
-    since = time.time()
+    process, since = under_way(folder, ranks)
     process.send_signal(number)
     code, found = wait(process), time.time()
     end = ends(folder)[0]
@@ -508,22 +493,16 @@ def stopped_between_rounds(folder, ranks, reference):
 
 def relative_path(folder, ranks, reference):
     """Started from another folder by a relative path, as each of its rounds is then: a killed rank, and it goes on."""
-    process = launch(folder, ranks, [{"do": "kill", **FORWARD}], cwd=folder)
-    code, since = wait(process), struck(folder)
-    end = ends(folder)[0]
-    named = (end["verdict"]["cause"], end["verdict"]["rank"]) == ("killed", 1) and code == DONE
-    return result(folder, reference, since, end["time"], named), end["sentence"]
+    return died(folder, ranks, reference, {"do": "kill", **FORWARD}, "killed", cwd=folder)
 
 
 def launcher_killed(folder, ranks, reference):
     """The ranks go on by themselves; a second start is refused meanwhile, and later finds the run complete."""
-    process = launch(folder, ranks)
-    until(lambda: steps_done(folder) >= 9)
-    since = time.time()
+    process, since = under_way(folder, ranks)
     process.kill()
     process.wait()
     refused, found = wait(launch(folder, ranks)), time.time()
-    said = [line for line in (folder / "log.txt").read_text().splitlines() if "in use by" in line]
+    said = log_of(folder, "in use by")
     named = refused == REFUSED and said and f"process {rank_pid(folder, 0)} on" in said[0]
     until(lambda: steps_done(folder) == ALL_STEPS - 1 and not Path(f"/proc/{rank_pid(folder, 0)}").exists())
     again = wait(launch(folder, ranks))
@@ -600,7 +579,8 @@ def matrix():
             ("stale file handles at two restarts", stale_handles, (), "now"),
             ("half a line of code saved during the run", half_a_line_saved, (), "now"),
             ("mode 3 opens late and slowly", late_mode_3, (), "first"),
-            ("a process that never exits", would_not_exit, (), "exit"),
+            ("a process that never exits", died, ({"do": "never_exit", "rank": 1, "phase": "leave"}, "would not exit",
+                                                  1, "exit"), "exit"),
             ("a launch that never starts", never_starts, (120,), "first"),
             ("a launch beyond its time limit", never_starts, (20,), "round")]
     again = {"SIGKILL of one rank", "hang holding the GIL", "skipped collective", "other batch shape on one rank"}
