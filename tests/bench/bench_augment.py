@@ -304,13 +304,23 @@ def train(pool, seed, args, cfg, name):
     with torch.random.fork_rng():
         torch.manual_seed(int(torch.randint(2 ** 31, (), generator=generator(seed, "segmentation weights"))))
         net = UNet().to(memory_format=torch.channels_last_3d)
-    optimizer = torch.optim.Adam(net.parameters(), lr=LR)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    for step in tqdm(range(args.steps), name, unit="step"):
+
+    def batch_at(step):
         image, label = batch_of(pool, seed, step, cfg)
+        return image.to(memory_format=torch.channels_last_3d), label
+
+    return fit(net, batch_at, args.steps, LR, cfg["run.amp"], name)
+
+
+def fit(net, batch_at, steps, rate, amp, name):
+    """Teach a network to segment, and return it. batch_at(step): images and labels of a step."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in tqdm(range(steps), name, unit="step", leave=False):
+        image, label = batch_at(step)
         optimizer.zero_grad(set_to_none=True)
-        with autocast(image.device, cfg["run.amp"]):
-            logits = net(image.to(memory_format=torch.channels_last_3d))
+        with autocast(image.device, amp):
+            logits = net(image)
         loss_of(logits.float(), label).backward()
         optimizer.step()
         schedule.step()

@@ -34,7 +34,6 @@ from tqdm import tqdm
 from Dataloader.dataset import as_float, make_loader, read_ahead, read_datasets
 from Dataloader.grids import rescale
 from Dataloader.synthetic import make_subject
-from Diffusion.batch_augment import augment
 from Report.page import text_table
 from Runtime.config import load_config
 from Runtime.errors import PLANNED_RESTART
@@ -231,19 +230,6 @@ def wait_share(folder, steps):
     return phases["data"] / whole
 
 
-def augment_ms():
-    """Median milliseconds of everything that augment() can do, on a batch of 2 x 128^3."""
-    given = {"rotation": 10, "scaling": 0.1, "shift": 0.05, "flip": 0.5, "gamma": 0.3, "contrast": 0.2,
-             "brightness": 0.1, "noise": 0.02}
-    cfg = {f"augment.{name}": value for name, value in given.items()}
-    images, times = torch.rand(BATCH, 1, SIDE, SIDE, SIDE), []
-    for number in range(6):
-        started = time.perf_counter()
-        augment(images, [(0, 0, number), (0, 0, number + 100)], cfg)
-        times.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(times[1:])
-
-
 def main():
     parser = argparse.ArgumentParser(description="Speed, memory and waiting of the data path.")
     parser.add_argument("--volumes", type=int, default=256, help="128^3 volumes in the cache (256; 2 MB each)")
@@ -259,7 +245,6 @@ def main():
         prepare(config, overrides)
         grown = growth(overrides, folder)
         result = dict(zip(TARGETS, (*speed(overrides, folder), grown, share)))
-    print(f"augmentation of 2 x {SIDE}^3, everything on: {augment_ms():.0f} ms\n")
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name, value in result.items():
         target, word = TARGETS[name]

@@ -50,6 +50,7 @@ from scipy import ndimage
 import omnimorph
 from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import read_label, read_volume, write_volume
+from Diffusion.fields import then_affine
 from Diffusion.metrics import average, dice, folding_percent
 from Inference.choices import DEFAULTS
 from Inference.load_model import find_checkpoint, load_model
@@ -269,10 +270,9 @@ def centres(pair):
 def identity(pairs):
     """No registration: the volumes as their centres lie on each other."""
     for pair in pairs:
-        (fixed, affine), (_, moving_affine) = (read_label(pair[f"{side}_label"]) for side in ("fixed", "moving"))
-        change = np.linalg.inv(affine) @ np.array(pair["start"]) @ affine - np.eye(4)
-        points = np.indices(fixed.shape, np.float32)
-        yield (np.tensordot(change[:3, :3], points, 1) + change[:3, 3].reshape(3, 1, 1, 1)).astype(np.float32), (0., 0.)
+        fixed, affine = read_label(pair["fixed_label"])
+        change = np.linalg.inv(affine) @ pair["start"] @ affine
+        yield then_affine(torch.zeros(1, 3, *fixed.shape), change)[0].numpy(), (0.0, 0.0)
 
 
 def ours(pairs, **more):

@@ -49,17 +49,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_augment import (
-    DATA,
-    ROOT,
-    bring,
-    keep,
-    kept,
-    loss_of,
-    on_grid,
-    orders_of,
-    read,
-)
+from bench_augment import DATA, ROOT, bring, fit, keep, kept, on_grid, orders_of, read
 from common import in_one_sentence, interval, kept_json, our_commit
 from scipy import ndimage
 from tqdm import tqdm
@@ -74,7 +64,6 @@ from Inference.augmentation import augment, pick_target, subject_number
 from Inference.load_model import find_checkpoint, load_model
 from Report.page import text_table
 from Runtime.config import load_config
-from Runtime.device import autocast
 from Runtime.errors import DONE, InputError
 from Runtime.files import sha256, write_file
 from Runtime.keyed_random import generator, uniform
@@ -359,19 +348,12 @@ def sample(pool, method, key):
 
 def train(pool, method, seed, args, cfg):
     """The U-Net after --steps steps. pool: for each labelled volume its samples."""
-    net = new_net(seed, cfg["model.dims"], args.labels)
-    optimizer = torch.optim.Adam(net.parameters(), lr=LR)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    for step in tqdm(range(args.steps), f"{method}, {len(pool)} volumes, seed {seed}", unit="step", leave=False):
+    def batch_at(step):
         batch = [sample(pool, method, (seed, step, place)) for place in range(BATCH)]
-        image, label = (torch.stack(parts) for parts in zip(*batch))
-        optimizer.zero_grad(set_to_none=True)
-        with autocast(image.device, cfg["run.amp"]):
-            logits = net(image)
-        loss_of(logits.float(), label).backward()
-        optimizer.step()
-        schedule.step()
-    return net.eval()
+        return (torch.stack(parts) for parts in zip(*batch))
+
+    return fit(new_net(seed, cfg["model.dims"], args.labels), batch_at, args.steps, LR, cfg["run.amp"],
+               f"{method}, {len(pool)} volumes, seed {seed}")
 
 
 @torch.no_grad()
