@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -113,7 +114,7 @@ def test_of_six_starts_at_the_same_moment_one_gets_the_folder(tmp_path):
     winner = processes[[line.split()[0] for line in said].index("token")]
     assert read(tmp_path)["holders"][0]["pid"] == winner.pid
     assert all(f"process {winner.pid} on" in line for line in said if line.startswith("refused"))
-    assert {path.name for path in tmp_path.iterdir()} == {"go", ".lock", "lock.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"go", "lock.json"}
 
 
 @pytest.mark.parametrize("later", [-CLAIM_S - 1, 1e6])  # s; the clock may be set back
@@ -262,6 +263,22 @@ def test_who_is_alive(tmp_path, slurm, state, holder, changes, touched, said):
     lock_of_job(tmp_path, touched, holder, **changes)
     with refused(said and said.replace("PID", str(os.getpid()))):
         lock(tmp_path, 100)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can work as another user")
+def test_the_lock_of_another_user_is_judged_and_taken_in_a_folder_of_both():
+    program = ("import os, sys\nfrom pathlib import Path\nfrom Runtime.run_lock import lock\nos.setuid(65534)\n"
+               "try:\n    print(lock(Path(sys.argv[1]), 100))\nexcept ValueError as error:\n    print(error)")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        run, said = Path(folder), []
+        lock_of_job(run, 150, ELSEWHERE)
+        lock(run, 100)
+        for touched in (50, 150):
+            rewrite(run, **ELSEWHERE)
+            age(run, touched)
+            said.append(subprocess.check_output([sys.executable, "-c", program, folder], cwd=ROOT, text=True).strip())
+        assert "process 1 on elsewhere" in said[0] and said[1] == read(run)["token"]
 
 
 @pytest.mark.parametrize("state, touched, said", [

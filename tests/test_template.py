@@ -296,7 +296,7 @@ def make(folder, *words):
 
 def files_in(folder):
     """Every file in a folder of results but its lock: {path: content}."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_what_makes_no_group_is_refused(small, capsys):
