@@ -97,7 +97,7 @@ def test_a_log_is_read_from_standard_input(tmp_path, capsys):
     found = subprocess.run([sys.executable, "-m", "omnimorph.explain"], cwd=ROOT, capture_output=True, text=True,
                            timeout=120, input=log)
     assert found.returncode == 0
-    assert "no such data folder or list" in found.stdout and "Dataloader/datalist.py" in found.stdout
+    assert "name your volumes by" in found.stdout and "Dataloader/cache.py" in found.stdout
     assert "the driver or the card failed" in found.stdout
 
 

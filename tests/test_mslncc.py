@@ -152,7 +152,7 @@ def test_agrees_with_monai(size):
 
 def test_the_benchmark_compares_with_monai_where_both_count_the_same_voxels():
     pytest.importorskip("monai.losses")
-    row, _ = bench_ops.bench_correlation(16, 1, "MONAI", bench_ops.monai_correlation(), 20)
+    row, _ = bench_ops.bench_correlation(16, "MONAI", bench_ops.monai_correlation(), 20)
     assert float(row[4]) < 1e-4
 
 
