@@ -128,8 +128,8 @@ def about_run(path, state):
     name of the network it began from or "" (None if not recorded)."""
     run = run_of(path)
     began = began_from(run)
-    # Of a path the name alone, since folders of this machine are nobody else's business.
-    began = began if not began or began.startswith(HUB) else Path(began).name
+    # Of a path the name alone, since folders of this machine are nobody else's business; "." has none.
+    began = began if not began or began.startswith(HUB) else Path(began).name or "another network"
     about = {"metrics": {}, "commit": None, "torch": None, "began": began}
     try:
         about["metrics"] = read_manifest(run)["checkpoints"][path.relative_to(run).as_posix()]["metrics"] or {}

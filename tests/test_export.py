@@ -84,7 +84,8 @@ def test_the_program_writes_the_same_weights_and_a_card(tmp_path):
 
 @pytest.mark.parametrize("command, row, limit", [
     ([], "random", "demo alone"), (["--init-from", "hf:OWNER/NAME"], "hf:OWNER/NAME", "demo, from hf:OWNER/NAME"),
-    (["--init-from=/home/me/heads.pth", "--fresh"], "heads.pth", "demo, from heads.pth")])
+    (["--init-from=/home/me/heads.pth", "--fresh"], "heads.pth", "demo, from heads.pth"),
+    (["--init-from", "."], "another network", "demo, from another network")])
 def test_the_card_names_the_network_from_which_the_training_began(command, row, limit, tmp_path):
     run, _ = make_run(tmp_path, command=command)
     page = OM_export.export(run)[1].read_text()
