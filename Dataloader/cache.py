@@ -402,6 +402,8 @@ def for_this_user(folder):
     try:
         yield
     except PermissionError as error:
+        if error.filename is None:  # of no file, such as of a semaphore
+            raise
         raise InputError(f"data.cache {folder}: this user may not read or write {error.filename}; ask its owner to "
                          "allow it, or name another folder.") from error
 

@@ -448,6 +448,11 @@ def test_what_this_user_may_not_read_of_a_cache_is_named(made, closed, mode):
     assert of_prepare.startswith(f"error: data.cache {place}: this user may not read or write {place}")
 
 
+def test_a_refusal_that_names_no_file_is_not_blamed_on_the_cache(tmp_path):
+    with pytest.raises(PermissionError), cache.for_this_user(tmp_path):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
 def test_no_cache_is_one_sentence(made, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "nowhere", tmp_path / "file"):
