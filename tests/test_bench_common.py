@@ -124,6 +124,11 @@ def test_a_resumed_comparison_takes_no_network_of_other_code_data_or_threads(tmp
         assert len(trained) == (1, 1, 2)[number - 1]
 
 
+def test_a_note_of_an_earlier_version_has_no_settings_and_counts_for_nothing(tmp_path):
+    (tmp_path / "training-net.json").write_text(json.dumps({"minutes": 1, "from": []}))
+    assert common.kept_json(tmp_path / "training-net.json", [], True) == {}
+
+
 @pytest.mark.parametrize("sections, key, value", [(["syncs"], "host_syncs", 7), (["syncs", "memory"], "sections", 2)])
 def test_the_first_day_ends_with_one_sections_figures_or_the_count_of_several(sections, key, value, tmp_path,
                                                                               monkeypatch, capsys):

@@ -81,4 +81,4 @@ def kept_json(path, settings, resume):
     if not (resume and path.is_file()):
         return {}
     found = json.loads(path.read_text())
-    return found if found["settings"] == json.loads(json.dumps(settings)) else {}
+    return found if found.get("settings") == json.loads(json.dumps(settings)) else {}
