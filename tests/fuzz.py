@@ -16,6 +16,7 @@ import argparse
 import codecs
 import collections
 import csv
+import ctypes
 import gzip
 import hashlib
 import io
@@ -954,7 +955,8 @@ def fuzz(count, seed, kinds=tuple(KINDS), workers=1, only=(), keep=None, tell=la
     rows, forked = [], multiprocessing.get_context("fork")
     with ProcessPoolExecutor(1, forked) as pool:  # the others need a parent in which torch has computed nothing
         pool.submit(prepare, originals).result()
-    with ProcessPoolExecutor(workers, forked) as pool:
+    dies_with_us = ctypes.CDLL(None).prctl, (1, signal.SIGKILL)  # PR_SET_PDEATHSIG; else it would wait for ever
+    with ProcessPoolExecutor(workers, forked, *dies_with_us) as pool:
         given = [pool.submit(run_one, number, seed, kinds, originals, parent, keep) for number in only or range(count)]
         for done in as_completed(given):
             rows.append(done.result())
