@@ -181,9 +181,8 @@ def restore(run, content, path, continues):
             epoch = max(min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1), run.progress.epoch)
             begin_epoch(run.progress, epoch, run.terms)
             changes.append(f"the order of the volumes: training continues from the start of epoch {epoch + 1}")
-    seen = [] if continues or not content.get("data") else seen_by(content["data"], run.data)
     if run.ranks.rank == 0:
-        if seen:
+        if not continues and content.get("data") and (seen := seen_by(content["data"], run.data)):
             print(f"warning: {path} was trained on {some(seen)}, held out in this run: their scores will be too good; "
                   "hold out the subjects that were held out there (data.val_ids, or split in the list).",
                   file=sys.stderr)

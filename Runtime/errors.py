@@ -11,6 +11,7 @@ import sys
 DONE = 0
 PLANNED_RESTART = 42
 STOP = 43  # a person is needed
+INTERRUPTED = "interrupted: run the same command again to continue"
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -207,6 +208,6 @@ def run_program(run, args, out=None):
         advice = f"; {' or '.join(remedies)}" if remedies else ""
         print(f"error: {path}: {error.strerror or error}; {cannot}{advice}.", file=sys.stderr)
     except KeyboardInterrupt:
-        print("interrupted: run the same command again to continue", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         return 128 + signal.SIGINT
     return STOP

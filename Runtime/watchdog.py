@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 
+from Runtime.errors import INTERRUPTED
 from Runtime.run_lock import TakenOver, assert_held, touch
 
 WIDTH = 400  # bytes of the breadcrumb line, which is overwritten
@@ -259,6 +260,6 @@ def _log_exception(kind, error, trace):
     except TakenOver as taken:
         print(f"error: {taken}", file=sys.stderr, flush=True)
     if issubclass(kind, KeyboardInterrupt):
-        print("interrupted: run the same command again to continue", file=sys.stderr, flush=True)
+        print(INTERRUPTED, file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)

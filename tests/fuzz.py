@@ -863,7 +863,7 @@ def lost_files(before, case, work):
         ours = any(folder in path.parents for folder in case.grows)
         if not path.exists():
             parent = path.parent  # of the files within an epoch a run keeps two
-            passes = path.name in (".lock", "lock.json") or ".tmp-" in path.name or (
+            passes = path.name == "lock.json" or ".tmp-" in path.name or (
                 parent.name == "tmp" and len(list(parent.glob("*.pth"))) == 2)
             if not (ours and passes):
                 return f"{path.relative_to(work)} is gone"
