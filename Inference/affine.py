@@ -42,6 +42,7 @@ TURNS_2D = 24
 SIFTED = 400  # maps that the correlation of all voxels passes on to the local correlation
 MOST_AT_ONCE = 2 ** 22  # voxels sampled at once while maps are tried
 TRIED = {"local": 12, "mutual": 6}  # maps optimised at the coarsest level
+MIRRORS = 6  # of a mirrored moving volume, to see whether left and right are swapped
 STEPS, STEP = 25, 0.03  # of Adam at the coarsest level
 HOPEFUL = 0.8  # a map with less than this fraction of the best map's similarity is dropped
 WINDOW = 7  # of the local correlation, in voxels of the level
@@ -96,7 +97,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     Also a dict that shows how far to trust T: affine_similarity, at the finest level, with 0 for each voxel of the
     fixed volume outside the moving one; affine_similarity_before, as the headers place the volumes; affine_runner_up,
     the similarity of the best other candidate as a fraction of T's, at the first level with several candidates, else
-    0; one_sign, see `_one_sign`, None with a similarity for two modalities.
+    0; one_sign and mirror_gain, see `_one_sign` and `_mirror_gain`, None with a similarity for two modalities.
     Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
     """
     if kind not in ("affine", "rigid"):
@@ -127,10 +128,10 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
             result = _search(levels, starts, shapes, kind, stages, finest)  # the headers are wrong, and so is the share
         return (*result, levels)
 
-    found = one_sign = None
+    found = one_sign = gain = None
     if similarity not in OF_TWO_MODALITIES:
         found = search(kind, STAGES)
-        one_sign = _one_sign(found)
+        one_sign, gain = _one_sign(found), _mirror_gain(found, starts[0])
     if found is None or (similarity == "auto" and (one_sign < ONE_SIGN or _leads_astray(found, starts))):
         others = [search(each, STAGES_OF_TWO) for each in dict.fromkeys(("rigid", kind))]
         if one_sign is not None and one_sign >= ONE_SIGN:
@@ -142,7 +143,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     matrix, scores, _ = found
     full = np.eye(4)
     full[:dims, [*range(dims), 3]] = matrix
-    return moving_frame @ full @ np.linalg.inv(fixed_frame), {**scores, "one_sign": one_sign}
+    return moving_frame @ full @ np.linalg.inv(fixed_frame), {**scores, "one_sign": one_sign, "mirror_gain": gain}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -659,6 +660,25 @@ def _one_sign(found):
     values = values * counted
     positive = float(values.clamp(min=0).sum() / values.abs().sum().clamp(min=1e-6))
     return max(positive, 1.0 - positive)
+
+
+def _mirror_gain(found, header):
+    """By how much a mirror image of the moving volume is more similar at the coarsest level; mostly negative.
+
+    Mirror images are tried as they result from a header with axes exchanged or reversed, about the centres of
+    intensity. If such an image is clearly more similar, left and right are swapped in one of the volumes. header: map
+    (N, N + 1).
+    """
+    matrix, _, (level, *_) = found
+    dims, axes = len(header), np.eye(len(header))
+    mirrors = [header[:, :dims] @ (axes[list(order)] * signs) for order in itertools.permutations(range(dims))
+               for signs in itertools.product((1.0, -1.0), repeat=dims)]
+    mirrors = [np.column_stack([mirror, np.zeros(dims)]) for mirror in mirrors
+               if np.linalg.det(mirror) * np.linalg.det(header[:, :dims]) < 0]
+    mirrors = _first(torch.from_numpy(np.stack(mirrors)), 1, level, "local")[:MIRRORS]
+    candidates = _together(torch.cat([matrix[None], mirrors]), level, "local")
+    scores = _scores(candidates, level, "local")
+    return max(scores[2:]) - max(scores[:2])  # the first start is there twice, without steps and with
 
 
 def _leads_astray(found, starts):

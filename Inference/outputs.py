@@ -49,7 +49,7 @@ from Runtime.files import require_apart, write_file
 # Columns of a row besides COLUMNS, including all that `judge` uses.
 ROW = ("overlap_percent", "similarity_attainable", "covered_percent", "body_overlap", "folding_body_percent",
        "stretched_percent", "inverse_error_max_mm", "inverse_error_voxels", "affine_similarity_before",
-       "affine_similarity", "affine_runner_up", "one_sign", "scale_least", "scale_most", "turn_degrees",
+       "affine_similarity", "affine_runner_up", "one_sign", "mirror_gain", "scale_least", "scale_most", "turn_degrees",
        "shear_degrees", "mirrors", "segmentations", "compared_by", "warnings", "start", "smoothing")
 
 

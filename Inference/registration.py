@@ -122,6 +122,7 @@ class Result:
     affine_similarity_before: float | None = None
     affine_runner_up: float | None = None
     one_sign: float | None = None
+    mirror_gain: float | None = None
     smoothing: float | None = None  # refine.weight, as set or inferred; the geometric mean over all places; or None
     weights: tuple | float | None = None  # refine.weight by place, (array, affine), or as set; None without refinement
     inverse: np.ndarray | None = None  # (N, *moving) in voxels of the moving grid
@@ -288,7 +289,8 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     if shown_mask is None and result.moving.mask is not None:
         blank = blank_corners(moving, changed_config(dims, options.get("config")))
         moving = outlined(moving) if blank is None else without(moving, blank)
-    judged = {"compared_by": result.compared_by, "one_sign": result.one_sign, "overlap_percent": overlap}
+    judged = {"compared_by": result.compared_by, "one_sign": result.one_sign, "mirror_gain": result.mirror_gain,
+              "overlap_percent": overlap}
     matrix = fixed.affine @ fitted_affine(field) @ np.linalg.inv(fixed.affine)
     scores = pair_scores(fixed, moving, field, warped, matrix, None, judged)
     return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped, matrix=matrix,
@@ -863,7 +865,7 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
     if isinstance(smoothing, tuple):
         smoothing = float(np.exp(np.log(smoothing[0]).mean()))
     judged = {"compared_by": placed.compared_by, "one_sign": placed.alignment.get("one_sign"),
-              "overlap_percent": placed.overlap_percent}
+              "mirror_gain": placed.alignment.get("mirror_gain"), "overlap_percent": placed.overlap_percent}
     scores = pair_scores(fixed, moving, field, warped, placed.matrix, more.get("inverse"), judged, device)
     return Result(fixed=fixed, moving=moving, field=field, warped=warped, warped_channels=warped_channels,
                   start=placed.start, matrix=placed.matrix, overlap_percent=placed.overlap_percent,

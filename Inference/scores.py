@@ -29,8 +29,8 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, judged, device="c
 
     Both similarities, and the body of the fixed volume, use the first channel only.
     Above MOST_VOXELS voxels, only every second or third along each axis counts.
-    fixed, moving: Volumes. field, warped, matrix, inverse: of the Result. judged: its compared_by, one_sign and
-    overlap_percent, which the verdict needs too. device: for the similarities. Returns: dict.
+    fixed, moving: Volumes. field, warped, matrix, inverse: of the Result. judged: its compared_by, one_sign,
+    mirror_gain and overlap_percent, which the verdict needs too. device: for the similarities. Returns: dict.
     """
     step, moving_step = thinning(fixed.array.shape), thinning(moving.array.shape)
     filled, fixed, moving = moving, without_filler(fixed), without_filler(moving)

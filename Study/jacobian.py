@@ -226,7 +226,8 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     paths = write_maps(folder, maps, affine, smooth_mm)
     write_volume(folder / MIDDLE, 0.5 * sum(in_unit_range(image) for image in seen), affine)
     worst = max(founds, key=lambda found: (VERDICTS.index(found.verdict), -found.similarity))
-    verdict, reason = max((worst.verdict, worst.reason), judge({**scores_of(worst), "one_sign": ways[0].one_sign}),
+    judged = {"one_sign": ways[0].one_sign, "mirror_gain": ways[0].mirror_gain}
+    verdict, reason = max((worst.verdict, worst.reason), judge({**scores_of(worst), **judged}),
                           key=lambda each: VERDICTS.index(each[0]))
     row = {"name": entry["name"], "folder": str(folder), **scores_of(worst), "verdict": verdict, "reason": reason,
            "labels": changes_of(labels, maps, np.exp(before))}

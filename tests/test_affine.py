@@ -17,6 +17,7 @@ from Diffusion.losses import local_correlation
 from Diffusion.metrics import average, dice
 from Inference import affine as stage
 from Inference.affine import align_affine, all_turns, global_correlation
+from Inference.verdict import MIRROR_GAIN
 from Runtime.errors import InputError
 from tests.bench import bench_start
 
@@ -176,6 +177,17 @@ def test_a_turn_that_gains_little_is_not_taken():
     found, _ = align_affine(fixed, np.eye(4), moving, np.eye(4))
     left, _, right = np.linalg.svd(found[:3, :3])
     assert np.trace(left @ right) > 1 + 2 * np.cos(np.radians(20))
+
+
+@pytest.mark.parametrize("dims", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_swapped_sides_are_noticed(dims):
+    """A header that is wrong about one axis, or about the order of two, mirrors an organ; two reversed axes turn it."""
+    numbers, size = np.random.default_rng(3), (18, 18, 15)[:dims]
+    organ = rescale(ndimage.gaussian_filter(numbers.normal(size=size), 2, mode="constant"), 0, 0.1)
+    other = ndimage.shift(organ, 1.5, order=1)
+    for moving, is_mirrored in ((other[::-1, ::-1], False), (other[::-1], True), (other.swapaxes(0, 1), True)):
+        gain = align_affine(organ, np.eye(4), np.ascontiguousarray(moving), np.eye(4))[1]["mirror_gain"]
+        assert gain > MIRROR_GAIN[1] if is_mirrored else gain < -MIRROR_GAIN[1], gain
 
 
 def test_turns_are_spread_over_all_there_are():
