@@ -15,7 +15,7 @@ ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed 
 ALIKE_OF_TWO = (1.0, 0.11)  # the same for two modalities, where no score shows whether the volumes match
 # If noise leaves less similarity attainable than the first (clean pairs: 0.82 to 0.94), a pair has failed only with
 # too small a part of that; below the second, only with less than a tenth (LEFT), as a volume of noise alone has. Above
-# these it is doubtful and not ok: a mirrored liver with noise reached them.
+# these it is doubtful and not ok: wrong pairs with noise reach them.
 NOISY, HIDDEN, LEFT = 0.7, 0.3, 0.1
 LOST = 0.01  # similarity that smoothing may cost two volumes that were alike from the start
 # Least part of the fixed body that the moving one covers, which may show only a part; the second of what its field of
