@@ -630,8 +630,8 @@ def test_garbage_and_cached_blocks_go_after_each_mode_where_asked(data, monkeypa
 
     run.modes = [mode._replace(step=tie(mode.step)) for mode in run.modes]
     monkeypatch.setattr(om.memory, "empty_cache", empty)
-    monkeypatch.setattr(torch, "get_device_module",
-                        lambda device: types.SimpleNamespace(empty_cache=lambda: emptied.append(device.type)))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(
+        is_available=lambda: False, empty_cache=lambda: emptied.append(device.type)))
     volumes, pairs = first_batches(run)
     gc.disable()
     gc.freeze()  # what there is already, through which each collection would go
