@@ -8,6 +8,7 @@ Dataloader/nifti.py does: axes i, j, k, affine 4x4 voxel to world in millimetres
 import contextlib
 import errno
 import functools
+import glob
 import hashlib
 import math
 import mmap
@@ -27,7 +28,9 @@ READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
 OTHERS = (".nii", ".gz", ".mgh", ".mgz", *(suffix for suffix in READ if suffix != ".dcm"))  # all but DICOM
 METAIMAGE = (".mha", ".mhd")
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # refused with the way to convert them, `made_grey`
-CHUNK = 2 ** 20  # bytes inflated at a time
+CHUNK = 2 ** 16  # compressed bytes at a time, of which deflate makes at most 64 MiB
+MOST_DEFLATED = 1100  # times by which deflate makes a file smaller, at most
+ELSEWHERE = re.compile(rb"^[ \t]*(?:ElementDataFile[ \t]*[=:](?![ \t]*local)|data ?file:)", re.M | re.I)  # the voxels
 LEAST_STEP_MM = 1e-3  # between slices
 UNEVEN = 0.02  # most by which a step between slices may differ from the mean step, as a fraction of it
 # Of a DICOM file of several frames: the tag of what each frame has of its own, the tag of the voxels after it, and in
@@ -189,6 +192,11 @@ def open_itk(path):
         empty = np.broadcast_to(np.zeros((), types[number]), size)
     except ValueError:  # numpy cannot count so many
         raise InputError(f"{path}: its header claims {' x '.join(map(str, size))} voxels; export it again.") from None
+    if Path(path).suffix.lower() in OTHERS and empty.nbytes > MOST_DEFLATED * os.path.getsize(path):
+        with open(path, "rb") as file:
+            if not ELSEWHERE.search(file.read(2 ** 16)):  # ITK would take that memory before it reads the file
+                raise InputError(f"{path}: its header claims {' x '.join(map(str, size))} voxels, more than the file "
+                                 "can hold; copy or export it again.")
     return nifti_image(path, empty, affine, empty.dtype)
 
 
@@ -231,6 +239,11 @@ def _header(sitk, file, path):
     """A reader that has read the header of a file. path: its name in errors."""
     if Path(file).suffix.lower() in METAIMAGE:
         _require_harmless(file)
+    elif Path(file).suffix.lower() in (".nrrd", ".nhdr"):
+        with open(file, "rb") as content:
+            head = re.split(rb"\r?\n\r?\n|\0", content.read(2 ** 20))[0]
+        if names := re.search(rb"^data ?file:(.*)", head, re.M | re.I | re.S):
+            _require_no_pipe(file, names[1].splitlines())
     reader = sitk.ImageFileReader()
     reader.SetFileName(str(file))
     try:
@@ -256,14 +269,14 @@ def _require_harmless(path):
     is_sound = is_list or (re.fullmatch(r"[^%]*(%[-0-9.]*[diu][^%]*)?", name)
                            and (os.path.isfile(voxels) or not os.path.exists(voxels)))
     first, *words = name.split()
-    count = needed = 0
+    count, needed, lines = 0, 0, [os.fsencode(name)]
     with contextlib.suppress(ValueError, OverflowError):  # words that are no numbers: ITK refuses them
         sizes, numbers = [*map(int, sizes.split())], [int(float(word.rstrip("Dd"))) for word in words]
         if is_list and sizes:
             of_file = (numbers or [len(sizes) - 1])[0]  # axes of each file
             is_sound = 0 < of_file < len(sizes)
-            rest = Path(path).read_bytes()[found[b"ElementDataFile"].end():]
-            count, needed = sum(bool(line.strip()) for line in rest.splitlines()), math.prod(sizes[of_file:])
+            lines = Path(path).read_bytes()[found[b"ElementDataFile"].end():].splitlines()
+            count, needed = sum(bool(line.strip()) for line in lines), math.prod(sizes[of_file:])
         elif "%" in first and sizes:
             needed, low = sizes[-1], (numbers or [1])[0]
             high = numbers[1] if len(numbers) > 1 else low + needed - 1
@@ -273,8 +286,22 @@ def _require_harmless(path):
     if not is_sound:
         raise InputError(f"{path}: its ElementDataFile = {name} is neither a file nor a pattern such as slice%03d.raw "
                          "1 9 1; export it again.")
+    _require_no_pipe(path, lines)
     if count < needed:
         raise InputError(f"{path}: its header names {count} of {needed} files of voxels; export it again.")
+
+
+def _require_no_pipe(path, lines):
+    """Raise InputError if a header names a pipe or a device as a file of its voxels: ITK would wait for it forever.
+
+    lines: of the header, as bytes, that may be names, relative to its folder, or a pattern such as slice%03d.raw 1 9 1.
+    """
+    here = os.path.dirname(path)
+    for name in map(os.fsdecode, map(bytes.strip, lines)):
+        pattern = re.sub("%.*?[a-z]", "*", glob.escape(name.split()[0])) if "%" in name else None
+        for voxels in [os.path.join(here, each) for each in (glob.glob(pattern, root_dir=here) if pattern else [name])]:
+            if os.path.exists(voxels) and not os.path.isfile(voxels) and not os.path.isdir(voxels):
+                raise InputError(f"{path}: its file of voxels {voxels} is a pipe or a device; export it again.")
 
 
 def _places_of_frames(file):

@@ -254,6 +254,30 @@ def test_a_metaimage_that_names_no_file_of_voxels_neither_crashes_itk_nor_waits(
             read_volume(tmp_path / "v.mhd")
 
 
+@pytest.mark.parametrize("suffix, key", [(".mha", b"DimSize = "), (".nrrd", b"sizes: ")])
+def test_a_header_that_claims_all_memory_is_refused_before_itk_takes_it(tmp_path, suffix, key):
+    path = tmp_path / f"v{suffix}"
+    write_volume(path, numbers(), np.eye(4))
+    path.write_bytes(re.sub(key + rb"[0-9 ]+", key + b"900 900 900", path.read_bytes()))
+    with refused(path.name, "its header claims 900 x 900 x 900 voxels, more than the file can hold"):
+        read_volume(path)
+
+
+@pytest.mark.parametrize("suffix, names", [
+    (".mhd", "ElementDataFile = LIST\n" + "s0.raw\n" * 7 + "pipe1"), (".mhd", "ElementDataFile = pipe%d 1 8 1"),
+    (".nhdr", "data file: pipe1"), (".nhdr", "DataFile: LIST\n" + "s0.raw\n" * 7 + "pipe1"),
+    (".nhdr", "data file: pipe%d 1 8 1")])
+def test_itk_waits_for_no_pipe_among_the_files_of_voxels(tmp_path, suffix, names):
+    path = tmp_path / f"v{suffix}"
+    sitk.WriteImage(sitk.Image([8, 8, 8], sitk.sitkInt16), str(path))
+    os.mkfifo(tmp_path / "pipe1")
+    (tmp_path / "s0.raw").write_bytes(bytes(128))
+    named = re.compile(r"^(ElementDataFile|data file).*\n", re.M)
+    path.write_text(named.sub("", path.read_text()) + names + "\n")
+    with refused(path.name, f"its file of voxels {tmp_path / 'pipe1'} is a pipe or a device"):
+        read_volume(path)
+
+
 def test_the_name_of_the_voxels_may_be_that_of_a_folder_or_too_long(tmp_path):
     write_volume(tmp_path / "v.mha", numbers(), np.eye(4))
     (tmp_path / "LOCAL").mkdir()
