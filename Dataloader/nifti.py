@@ -46,6 +46,7 @@ OURS = b"OmniMorph"  # describes fields for Learn2Reg
 VECTOR = 1007  # NIfTI's intent code for a vector per voxel, which ITK and ANTs write for displacement fields
 PLACE_CODES = range(6)  # the sform and qform codes that NIfTI defines
 ZOOMS_APART = 0.01  # by which sizes of voxels in sform and pixdim may differ without a warning, as a fraction
+MOST_UNEVEN = 1000  # times by which the sides of a voxel may differ; a grid of the longest would take hours to smooth
 PLACED_APART = 0.1  # voxels by which sform and qform may differ without a warning
 DISPLACEMENT = 1006  # and its code for a displacement in millimetres
 FSL_INTENTS = range(2006, 2020)  # displacements and coefficients of FNIRT and TOPUP
@@ -278,7 +279,8 @@ def mm_of_unit(header):
 def read_affine(path, image, dims):
     """The affine of a nibabel image, 4x4 float64, voxel to world in millimetres.
 
-    A third axis that a 2D file leaves zero becomes the unit normal. Raises InputError if the affine is singular.
+    A third axis that a 2D file leaves zero becomes the unit normal. Raises InputError if the affine is singular, or one
+    side of a voxel MOST_UNEVEN times as long as another.
     """
     affine = np.array(image.affine, np.float64)
     affine[:3] *= mm_of_unit(image.header)
@@ -289,6 +291,10 @@ def read_affine(path, image, dims):
         whole = affine.round(4).tolist()
         found = f"{whole[:3]} is singular" if whole[3] == [0, 0, 0, 1] else f"{whole} does not end in the row 0 0 0 1"
         raise InputError(f"{path}: the affine {found}; repair the header.")
+    sides = np.linalg.norm(affine[:3, :dims], axis=0)
+    if sides.max() > MOST_UNEVEN * sides.min():
+        raise InputError(f"{path}: its voxels measure {' x '.join(f'{side:.3g}' for side in sides)} mm, sides that "
+                         f"differ more than {MOST_UNEVEN} times; repair the header.")
     return affine
 
 
