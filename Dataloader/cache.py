@@ -43,6 +43,7 @@ SETTINGS = ("data.name", "data.root", "model.dims", "data.img_size", "data.spaci
             "data.percentiles", "data.window", "data.dtype", "data.channels")
 MOST_VOLUMES = 16  # limit for a part
 MOST_BYTES = 64 * 2 ** 20  # limit for the images of a part
+LEAST_CONTRAST = 1e-4  # of 0 .. 1, between the voxels of a volume; less is noise of the interpolation
 OPEN_FILES = 128  # mapped at a time by a process; each takes a file handle, and some systems allow only 1024
 WORDS = ("subject", "modality", "split")  # what the data list says about a volume
 # What the manifest says about a volume: its part and its place in there, whether it has a label and a mask, the size of
@@ -192,6 +193,10 @@ def write_group(folder, number, items, cfg, done=lambda: None):
         line = entry(item, cfg["data.root"])
         try:
             prepared = on_grid(item, cfg)
+            least = 1 / 255 if cfg["data.dtype"] == "uint8" else LEAST_CONTRAST
+            if np.ptp(prepared["image"].reshape(cfg["data.channels"], -1), axis=1).min() < least:
+                raise InputError(f"{item['image']}: all of it is nearly one intensity on the training grid; check its "
+                                 "voxel size in the header, data.spacing_mm and data.window.")
             prepared["image"] = encode(prepared["image"], cfg["data.dtype"])
             volumes.append({**line, **{key: prepared[key] for key in ("label_kept", "mask_kept")}})
             for kind in KINDS:

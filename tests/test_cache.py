@@ -833,6 +833,15 @@ def test_a_volume_too_large_for_the_memory_is_refused_by_name(tmp_path, side):
     assert f"{large}: too large for the free memory (" in record["refused"][0]["reason"]
 
 
+def test_a_grid_smaller_than_a_voxel_is_refused_whatever_the_type(tmp_path):
+    """Interpolation leaves differences of a millionth, on which a training would learn nothing."""
+    write_volumes(tmp_path, [0])
+    (tmp_path / "cache").mkdir()
+    cfg = cached(tmp_path, tmp_path / "cache", data__spacing_mm=1e-6, data__dtype="float32")
+    record = cache.write_group(tmp_path / "cache", 0, read_datalist(cfg["data.root"]), cfg)
+    assert not record["volumes"] and "v_00000.nii: all of it is nearly one" in record["refused"][0]["reason"]
+
+
 def test_no_usable_volume_at_all_is_an_error(tmp_path, capsys):
     for number in range(3):
         write_raw(tmp_path / f"data/v_{number}.nii", np.full((SIDE,) * 3, 7, np.int16))
