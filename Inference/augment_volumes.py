@@ -13,7 +13,6 @@ from Dataloader.datalist import (
     is_one_volume,
     list_volumes,
     name_subjects,
-    read_datalist,
     select,
     trainable,
     volume_id,
@@ -79,15 +78,15 @@ WORKER = {}  # set in each process by `prepare_worker`: job, cfg, net, device, t
 def make_job(args):
     """All settings of the draws, as a plain dict to pass to the workers. Also prepares this process to draw."""
     model = None if args.model == "none" else str(find_checkpoint(args.model))
-    job = {**vars(args), "model": model, "stride": args.stride or STRIDE, "config": str(args.config or DEFAULTS)}
+    job = {**vars(args), "model": model, "stride": args.stride or STRIDE, "config": str(args.config or DEFAULTS),
+           "unusable": {}}  # {id of a target: reason}
     prepare_worker(job)
     cfg = WORKER["cfg"]
     if args.stride and cfg["copies.recover"] == "published":
         raise InputError("--stride: copies.recover published uses every time step; leave out --stride, or set "
                          "copies.recover to scaled.")
     draw_start(job["start"], (0, 0, 0), cfg)  # refuses a time that the config does not have
-    for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
-        placed_target(number)  # reports an unusable target before anything is drawn
+    leave_out_unusable_targets(job)
     if args.model != "none" and not args.target and not (cfg["loss.dist"] or cfg["loss.ang"]):
         print(f"warning: {args.model} was not trained to recover (loss.dist and loss.ang are 0), so its copies are no "
               "likelier than random ones; use --model none, or name a --target, best with --register.", file=sys.stderr)
@@ -98,6 +97,23 @@ def make_job(args):
             print(f"warning: {args.model} was trained with whole volumes (model.condition_type volume) and has not "
                   "learned to use a few planes; look at the draws before you use them.", file=sys.stderr)
     return job
+
+
+def leave_out_unusable_targets(job):
+    """Read all targets before anything is drawn, and leave out those that cannot be used, each with a warning.
+
+    Raises InputError if none is left.
+    """
+    targets = WORKER["targets"]
+    for number, target in enumerate(tqdm(targets, "reading targets", unit="vol", disable=None, leave=False)):
+        found = attempt(target["image"], placed_target, number)
+        if isinstance(found, str):
+            job["unusable"][target["id"]] = found
+    if targets and len(job["unusable"]) == len(targets):
+        raise InputError(job["unusable"][targets[0]["id"]])
+    for name, reason in job["unusable"].items():
+        print(f"warning: the target {name} is left out: {reason}", file=sys.stderr)
+    set_targets(targets, job)
 
 
 def copies_of_each(args, items):
@@ -150,9 +166,15 @@ def prepare_worker(job):
         cfg = load_config(job["config"], job["overrides"])
     targets, path = [], job["target"]
     if path:
-        targets = [read_one(path, cfg["model.dims"])] if is_one_volume(path) else (
-            read_datalist(path, cfg["model.dims"], channels=cfg["data.channels"]))
-    WORKER.update(job=job, net=net, cfg=cfg, device=device, targets=targets)
+        targets = [read_one(path, cfg["model.dims"])] if is_one_volume(path) else trainable(
+            path, list_volumes(path, channels=cfg["data.channels"]))  # each is opened when its turn comes
+    WORKER.update(job=job, net=net, cfg=cfg, device=device)
+    set_targets(targets, job)
+
+
+def set_targets(targets, job):
+    """Let this process use those targets of a list that are not unusable."""
+    WORKER["targets"] = [target for target in targets if target["id"] not in job["unusable"]]
     placed_target.cache_clear()
     targets_of.cache_clear()
 

@@ -587,6 +587,15 @@ def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkey
     assert "has draws with target" in capsys.readouterr().err
 
 
+def test_a_target_that_cannot_be_used_is_left_out_in_every_process(data, capsys):
+    (data / "data/imagesTr").rename(data / "targets")
+    words = ["--image", data / "targets/s_002.nii.gz", *WORDS, "--target", data / "targets", "--register"]
+    (data / "targets/s_001.nii.gz").write_bytes(b"")  # the first one
+    assert "warning: the target s_001 is left out: " in said_before(capsys, *words)
+    augment_volumes.prepare_worker(augment_volumes.WORKER["job"])
+    assert [target["id"] for target in augment_volumes.WORKER["targets"]] == ["s_002"]
+
+
 def test_one_file_has_the_subject_that_a_data_set_would_give_it(tmp_path):
     for name, subject in (("sub-01_T1w", "sub-01"), ("case_7_t1", "case_7"), ("b_001", "b_001")):
         write_volume(tmp_path / f"{name}.nii.gz", np.ones((4, 5, 6), np.float32), np.eye(4))
