@@ -120,6 +120,8 @@ def _damage(path):
         return None  # loading reports any damage
     try:
         with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
+                return "its archive is compressed, as torch never saves one"
             damaged = archive.testzip()
     except (*checkpoint.UNREADABLE, zlib.error) as error:
         return f"its archive cannot be read: {error}"
@@ -130,7 +132,7 @@ def _manifest(run):
     """The manifest.json of a run's folder, a dict; empty if it cannot be read."""
     try:
         manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
 

@@ -266,13 +266,19 @@ def check_compatible(state, cfg, path, continues=True):
 
 
 def load_weights(model, state, path):
-    """Copy the weights of `state` into `model`, strictly. Raises InputError naming the first tensor that differs."""
+    """Copy the weights of `state` into `model`, strictly. Raises InputError naming the first tensor that differs,
+    or that holds anything but finite real numbers."""
     own, theirs = model.state_dict(), state["model"]
     missing = [f"{name} is missing" for name in own if name not in theirs]
     unexpected = [f"{name} is unexpected" for name in theirs if name not in own]
     shapes = [f"{name} is {tuple(theirs[name].shape)} in the file and {tuple(own[name].shape)} in the network"
               for name in own if name in theirs and own[name].shape != theirs[name].shape]
     differences = missing + unexpected + shapes
+    odd = next((name for name in own if not differences and (
+        theirs[name].layout != torch.strided or theirs[name].is_floating_point() != own[name].is_floating_point()
+        or not theirs[name].float().isfinite().all())), None)
+    if odd:
+        raise InputError(f"{path}: its weight {odd} is not of finite real numbers; use another checkpoint.")
     if differences:
         raise InputError(f"the weights in {path} do not fit the network ({differences[0]}; "
                          f"{len(missing)} missing, {len(unexpected)} unexpected, {len(shapes)} mis-shaped): use the "

@@ -70,6 +70,8 @@ def _check_entry(name, entry):
         raise ValueError(f"data_offsets of {name} is {entry['data_offsets']}, not first and end")
     first, end = entry["data_offsets"]
     needed = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
+    if math.prod(max(number, 1) for number in entry["shape"]) >= 2 ** 63:  # torch multiplies past a 0 too
+        raise ValueError(f"the shape of {name} is {entry['shape']}, too large for a tensor")
     if end - first != needed:
         raise ValueError(f"{name} has {end - first} bytes, and its shape needs {needed}")
 

@@ -1,4 +1,6 @@
 """Loading a trained network: which file, which weights, and one sentence for what cannot be used."""
+import zipfile
+
 import pytest
 import torch
 
@@ -105,13 +107,23 @@ def test_what_cannot_be_used_is_named(tmp_path):
     torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.pth")
     torch.save({**good, "config": None}, tmp_path / "bare.pth")
     torch.save({**good, "config": {**cfg, "model.channels": [8, 16, 16]}}, tmp_path / "other.pth")
+    name, weight = next(iter(good["model"].items()))
+    for kind, odd in (("nan", weight / 0), ("complex", weight + 0j), ("whole", weight.int()),
+                      ("sparse", weight.to_sparse())):
+        torch.save({**good, "model": {**good["model"], name: odd}}, tmp_path / f"{kind}.pth")
+    with zipfile.ZipFile(tmp_path / "good.pth") as whole, zipfile.ZipFile(
+            tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as bomb:
+        for member in whole.namelist():
+            bomb.writestr(member, whole.read(member) + bytes(10 ** 6))
     with pytest.raises(InputError, match="model: give a checkpoint .*, not None."):
         load_model(None)
     for name, words in (("none.pth", "no such model"), ("empty", "no checkpoint in this folder"),
                         ("cut.pth", "restore the file"), ("old.pth", "restore the file"),
                         ("tiny.yaml", "a checkpoint .*, a run's folder"), ("gone.pth", "if it was .*, restore it"),
                         ("foreign.pth", "not an OmniMorph checkpoint"),
-                        ("bare.pth", "has no config"), ("other.pth", "do not fit the network")):
+                        *((f"{kind}.pth", "is not of finite real") for kind in ("nan", "complex", "whole", "sparse")),
+                        ("bomb.pth", "its archive is compressed"), ("bare.pth", "has no config"),
+                        ("other.pth", "do not fit the network")):
         with pytest.raises(InputError, match=words) as error:
             load_model(tmp_path / name)
         assert str(tmp_path / name) in str(error.value) and "\n" not in str(error.value)

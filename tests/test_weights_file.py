@@ -62,6 +62,7 @@ GOOD = {"a": entry(0, 8, [2]), "b": entry(8, 12, [1])}
     ({"a": entry(-4, 8, [3])}, "data_offsets of a is"), ({"a": entry(8, 0, [2])}, "a has -8 bytes"),
     ({"a": entry(0, 12, [4])}, "a has 12 bytes, and its shape needs 16"),
     ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, "a and b overlap"),
+    ({"a": entry(0, 12, [3]), "b": entry(12, 12, [0, 2 ** 62, 4])}, "shape of b is .*, too large for a tensor"),
     ({"a": entry(0, 4, [1]), "b": entry(8, 12, [1])}, "gap of 4 bytes before b"),
     ({"a": entry(4, 12, [2])}, "gap of 4 bytes before a"),
     ({"a": entry(0, 8, [2])}, "end at byte 8, and there are 12"),
