@@ -152,7 +152,7 @@ def _markups(path, content):
         points_mm = np.array(points_mm).reshape(-1, 3)
     except InputError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path}: not a list of Slicer's control points; export it again.") from None
 
     def copy(points_mm):
@@ -166,7 +166,7 @@ def _markups(path, content):
 def _vtk(path, content):
     """A legacy .vtk file, ASCII or binary: its POINTS, whatever else it holds."""
     head = content.split(b"\n", 3)
-    start = re.search(rb"^POINTS\s+(\d+)\s+(float|double)[ \t]*\r?\n", content, re.M | re.I)
+    start = re.search(rb"^POINTS\s+(\d{1,18})\s+(float|double)[ \t]*\r?\n", content, re.M | re.I)
     if not content.startswith(b"# vtk DataFile") or len(head) < 4 or not start:
         raise InputError(f"{path}: not a legacy .vtk file with POINTS of float or double; save it as one.")
     count, kind, binary = 3 * int(start[1]), start[2].decode().lower(), head[2].strip().upper() == b"BINARY"

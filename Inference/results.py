@@ -103,7 +103,9 @@ def read_results(out):
             for row in rows.values():
                 row.update({key: str(out.resolve() / Path(row[key]).name) for key in ("fixed", "fixed_label")
                             if key in row})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        if not all(isinstance(name, str) for name in rows):
+            raise ValueError
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         content, rows = {}, {}
     return {"version": content.get("version"), "settings": content.get("settings"), "pairs": rows,
             "failed": content.get("failed", []), "complete": content.get("complete", False)}

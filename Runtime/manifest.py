@@ -11,7 +11,7 @@ from Runtime.files import listed, sha256, write_file
 from Runtime.run_lock import assert_held
 
 # What `read_manifest` raises if the manifest is missing or damaged. Any other OSError says nothing about it.
-LOST = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError)
+LOST = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 KINDS = {"epoch": int, "step": int, "bytes": int, "sha256": str, "weights_sha256": str}  # types of an entry's values
 

@@ -166,6 +166,13 @@ def test_results_of_two_templates_and_of_an_early_version_are_refused(results, c
     assert "no results of a template" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", ['{"pairs": [{"name": 5, "folder": "."}]}', "[" * 100_000])
+def test_what_no_registration_has_written_is_no_result(tmp_path, capsys, content):
+    (tmp_path / "results.json").write_text(content)
+    assert run("--results", tmp_path, "--out", tmp_path / "out") == 43
+    assert "the folder has no results of a template" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["../escaped", "/escaped", ".."])
 def test_results_of_others_lead_no_map_out_of_its_folder(tmp_path, capsys, name):
     row = {"name": name, "fixed": "t.nii.gz", "matrix": np.eye(4).tolist(), "folder": "."}

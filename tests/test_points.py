@@ -111,6 +111,8 @@ def test_landmarks_of_other_programs(tmp_path, name, content):
     ("p.vtk", ASCII[:-30].encode(), "fewer points than its header says"), ("p.vtk", BINARY[:-60], "fewer points"),
     ("p.vtk", ASCII.replace("-2 3", "x 3").encode(), "or they are not numbers"),
     ("p.vtk", BINARY.replace(b"POINTS 2", b"POINTS 99999999999999"), "fewer points"),
+    ("p.vtk", re.sub("POINTS [0-9]+", f"POINTS {10 ** 20}", ASCII).encode(), "not a legacy .vtk file with POINTS"),
+    pytest.param("p.mrk.json", b"[" * 100_000, "not a list of", id="deep .mrk.json"),
     ("p.vtp", b"<VTKFile>", "landmarks are read from tables")])
 def test_files_without_landmarks_are_refused(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
