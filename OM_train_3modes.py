@@ -103,7 +103,10 @@ def parse_arguments(argv=None):
                         help="locate a crash: blocking launches, checked collectives, all details of the libraries")
     parser.add_argument("--profile", metavar="START:STEPS",
                         help="trace STEPS steps of rank 0, from step START on, for the report of the run")
-    return parse_options(parser, argv)
+    args = parse_options(parser, argv)
+    if not (args.max_steps_before_restart >= 0 and args.max_seconds_before_restart >= 0):  # NaN is no number either
+        parser.error("--max-steps-before-restart and --max-seconds-before-restart take a number of at least 0")
+    return args
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -574,6 +577,10 @@ def train(cfg, args, ranks, folder):
         watchdog.event("leave", **why)
         return PLANNED_RESTART
     if is_main:
+        if progress.nonfinite_in_a_row:
+            print(f"warning: the loss or its gradient was not finite in the last {progress.nonfinite_in_a_row} of "
+                  f"{progress.step} steps, from which nothing was learned: look at the data, or lower optim.lr or the "
+                  "weights of the losses.", file=sys.stderr)
         print(f"done: {progress.epoch} epochs, {progress.step} steps, weights "
               f"{checkpoint.weights_sha256(weights)}\n"
               f"the network, for OM_register.py, OM_augment.py and OM_export.py: --model {folder}")
@@ -606,10 +613,14 @@ def main(argv=None):
                   file=sys.stderr)
             if watchdog.STATE["file"] is None:  # no log of a rank needs the exception
                 return 1  # the code of a crash: a launcher tries again
-        if run or is_passing(error):
+        # A launcher tries again, and its verdict names the exception.
+        if is_passing(error) or run and not (isinstance(error, PermissionError) and ranks.attempt is not None):
             raise
-        print(f"error: {fault_of(error, 'the run')}: name another folder (run.models), or have the permissions of this "
-              "one corrected.", file=sys.stderr)
+        fault = fault_of(error, "the run").splitlines()[-1]  # that of a loader's worker ends with it
+        sentence = (f"{fault}: name another folder (run.models), or have the permissions of this "
+                    "one corrected.")
+        watchdog.event("refused", error=sentence, phase=watchdog.STATE["name"])
+        print(f"error: {sentence}", file=sys.stderr)
         code = STOP
     except InputError as error:
         # An error from a loader's worker has the worker's traceback in front of the sentence.

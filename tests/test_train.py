@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import time
 import types
 import weakref
 from importlib.metadata import version
@@ -89,6 +91,28 @@ def same_run(folder, whole):
     logged = [*om.TERMS, "steps", "open_share", "nonfinite", "val_dice", "val_ang", "val_retrieval"]
     return all(equal(one.get(key), other.get(key)) for key in LATER) and [
         [line[name] for name in logged] for line in epochs] == [[line[name] for name in logged] for line in others]
+
+
+@pytest.mark.parametrize("word", ["--max-steps-before-restart=-1", "--max-seconds-before-restart=nan"])
+def test_a_limit_that_is_none_is_refused(capsys, word):
+    with pytest.raises(SystemExit, match="43"):
+        om.parse_arguments(["--config", "any.yaml", word])
+    assert "take a number of at least 0; see " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can give up root's rights")
+def test_a_folder_that_is_closed_during_a_training_is_one_sentence(data, tmp_path):
+    run, words = tmp_path / "Models/demo_om_net", options(data, tmp_path, **QUICK, run__epochs=10 ** 6)
+    command = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", sys.executable, "OM_train_3modes.py"]
+    with subprocess.Popen([*command, *words], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        while not (saved := list(run.glob("*.pth"))) and process.poll() is None:
+            time.sleep(0.1)
+        run.chmod(0)
+        said = process.stderr.read()
+    run.chmod(0o755)
+    assert saved and process.returncode == 43 and "Traceback" not in said
+    assert "Permission denied: name another folder (run.models), or have the permissions of this one corrected" in said
 
 
 @pytest.mark.parametrize("steps", [(8,), pytest.param((0, 8), marks=pytest.mark.slow)], ids=str)
@@ -685,6 +709,8 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(d
     message = capfd.readouterr().err
     assert "not finite in 3 steps in a row, in the last one, " in message and "Traceback" not in message
     assert ", that of diffusion" in message
+    assert train(data, tmp_path / "short", optim__lr=1e30, run__epochs=1) == 0
+    assert "warning: the loss or its gradient was not finite in the last " in capfd.readouterr().err
     assert log_lines(tmp_path, "step")[-1]["nonfinite"] > 0
     word, sentence = state_of(read_run(next((tmp_path / "Models").iterdir())))
     assert word == "stopped" and "not finite in 3 steps in a row" in sentence and "checkpoint" not in sentence
