@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+from Runtime.errors import unbreakable_output
+
 USAGE = """Explain a message: python -m omnimorph.explain "pasted text", or python -m omnimorph.explain < a log.
 
 Prints the rows of docs/messages.md that match, the closest first, and OmniMorph's own error messages in the text, with
@@ -98,6 +100,7 @@ def _in_order(pieces, line):
     return True
 
 
+@unbreakable_output()  # | head -1
 def main():
     arguments = sys.argv[1:]
     if arguments and arguments[0] in ("-h", "--help"):

@@ -145,6 +145,7 @@ def test_an_output_that_is_not_taken_is_no_fault_of_the_results(outputs, code, s
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 @pytest.mark.parametrize("words, outputs, code", [
     (("OM_export.py", "--help"), "| true", 0), (("-m", "omnimorph", "--help"), "| true", 0),
+    (("-m", "omnimorph.explain", "Bus error"), "| true", 0),
     (("OM_export.py", "--hell"), "2> /dev/full", 43), (("-m", "omnimorph", "hell"), "2> /dev/full", 43)])
 def test_nor_is_it_before_a_program_begins(words, outputs, code):
     """Python would print a traceback and exit with 120 or 1."""
