@@ -278,7 +278,7 @@ def run(args):
     folder = Path(cfg["data.cache"])
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(cache.for_this_user(folder))
+            stack.enter_context(cache.for_this_user(f"data.cache {folder}"))
             if args.verify:
                 return check(folder, cfg)
             cache.require_ours(folder)

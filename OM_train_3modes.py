@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from Dataloader.cache import for_this_user
 from Dataloader.dataset import (
     NO_LABELS,
     agree_on_labels,
@@ -203,7 +204,8 @@ def set_up(cfg, args, ranks, folder):
         raise InputError(f"model.structures is {cfg['model.structures']}, but loss.segment is 0, so nothing teaches "
                          "this new network to segment: give loss.segment and loss.dice a value above 0, set "
                          "model.structures to 0, or begin from a network that segments (--init-from).")
-    start = newest or (find_checkpoint(args.init_from) if args.init_from else None)
+    with for_this_user(f"--init-from {args.init_from}"):
+        start = newest or (find_checkpoint(args.init_from) if args.init_from else None)
     place = "cpu" if cfg["run.strategy"] == "fsdp" else device  # with fsdp no device ever holds the whole network
     content = patiently(lambda: load_state(start, place), training_state.READ_AGAIN_S, start) if start else None
 

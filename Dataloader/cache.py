@@ -402,15 +402,18 @@ def map_once(path):
 
 
 @contextlib.contextmanager
-def for_this_user(folder):
-    """Context that raises InputError instead of PermissionError: somebody else's cache, or what is around it."""
+def for_this_user(given):
+    """Context that raises InputError instead of PermissionError: somebody else's folder, or what is around it.
+
+    given: how the user named it, such as "data.cache Cache/brains".
+    """
     try:
         yield
     except PermissionError as error:
         if error.filename is None:  # of no file, such as of a semaphore
             raise
-        raise InputError(f"data.cache {folder}: this user may not read or write {error.filename}; ask its owner to "
-                         "allow it, or name another folder.") from error
+        raise InputError(f"{given}: this user may not read or write {error.filename}; ask its owner to allow it, or "
+                         "name another.") from error
 
 
 def open_cache(folder, cfg, ranks=None):
@@ -429,7 +432,7 @@ def open_cache(folder, cfg, ranks=None):
     """
     show = ranks is not None and ranks.rank == 0
     staged = bool(ranks and cfg["data.stage"])
-    with for_this_user(folder), contextlib.ExitStack() as stack:
+    with for_this_user(f"data.cache {folder}"), contextlib.ExitStack() as stack:
         lock = hold(folder, show) if ranks else None
         if lock:
             stack.enter_context(lock)

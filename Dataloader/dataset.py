@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_convert
 from tqdm import tqdm
 
-from Dataloader.cache import Rows, open_cache, settings, some
+from Dataloader.cache import Rows, for_this_user, open_cache, settings, some
 from Dataloader.datalist import list_volumes, read_pairs, read_ranges, select, split_volumes, subject_key
 from Dataloader.formats import size_and_time
 from Dataloader.nifti import read_header
@@ -322,8 +322,10 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE, inputs=INPUTS):
         require_room_for_workers(cfg)
     if cfg["data.cache"]:
         cache = open_cache(root, cfg, None if headers_only else ranks)
-    items = cache["items"] if cache else list_volumes(root, cfg["data.subject_pattern"], cfg["data.channels"],
-                                                        quiet=ranks.rank > 0)
+        items = cache["items"]
+    else:
+        with for_this_user(f"data.root {root}"):
+            items = list_volumes(root, cfg["data.subject_pattern"], cfg["data.channels"], quiet=ranks.rank > 0)
     train, val = split_volumes(root, items, cfg)
     paired = "pairs" in inputs
     require_usable(root, train, val, cfg, cache, paired)

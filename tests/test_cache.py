@@ -444,12 +444,12 @@ def test_what_this_user_may_not_read_of_a_cache_is_named(made, closed, mode):
         process.join(60)
         os.chmod(place, 0o755)
     assert refusal.startswith(f"data.cache {place}: this user may not read or write {place / closed}")
-    assert refusal.endswith("; ask its owner to allow it, or name another folder.")
+    assert refusal.endswith("; ask its owner to allow it, or name another.")
     assert of_prepare.startswith(f"error: data.cache {place}: this user may not read or write {place}")
 
 
 def test_a_refusal_that_names_no_file_is_not_blamed_on_the_cache(tmp_path):
-    with pytest.raises(PermissionError), cache.for_this_user(tmp_path):
+    with pytest.raises(PermissionError), cache.for_this_user("data.cache"):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
 

@@ -9,10 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import weakref
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,6 +253,25 @@ def test_a_checkout_of_another_user_is_recorded_too(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # the tester's own may allow it
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "Runtime/provenance.py"))
     assert len(provenance.git("rev-parse", "HEAD").strip()) == 40 and "+one = 4" in provenance.local_changes()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can work as another user")
+@pytest.mark.parametrize("given, place", [("data.root", "data"), ("--init-from", "run")])
+def test_a_folder_that_this_user_may_not_enter_is_one_sentence(data, given, place):
+    with tempfile.TemporaryDirectory(dir="/tmp") as outer:
+        os.chmod(outer, 0o755)
+        shutil.copytree(data / "data", Path(outer) / "data")
+        cfg, closed = config(Path(outer), **QUICK), Path(outer) / place
+        read_datasets(cfg)  # imports what the other user may not be able to read
+        closed.mkdir(exist_ok=True)
+        closed.chmod(0o700)
+        args = om.parse_arguments(["--config", "", "--init-from", f"{outer}/run"])
+        os.seteuid(65534)
+        try:
+            with pytest.raises(InputError, match=f"^{given} {closed}: this user may not read or write {closed}/.* ask"):
+                om.set_up(cfg, args, om.launch.Ranks(), Path(outer) / "none")
+        finally:
+            os.seteuid(0)
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
