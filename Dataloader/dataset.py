@@ -2,6 +2,7 @@
 import atexit
 import collections
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -39,6 +40,7 @@ from Runtime.errors import InputError
 from Runtime.files import csv_text
 from Runtime.global_batch import most_pairs
 from Runtime.launch import Ranks
+from Runtime.workers import starts_processes
 
 ALONE = Ranks()
 PIECE = 2 ** 18  # voxels: 1 MiB of float32 stays in a processor's cache between two operations
@@ -161,14 +163,34 @@ def make_loader(dataset, batch_list, cfg):
     long as the loader.
     Yields: images as stored (B, C, *size), positions (B,), indices (B,), maps {kind: (B, 1, *size) int16}.
     """
-    workers, options = workers_of(cfg), {}
+    workers, options = workers_of(cfg), {"collate_fn": default_convert}
     if workers:
         # spawn: a forked worker inherits the locks of the accelerator's driver, which another thread may hold.
-        options = {"prefetch_factor": cfg["data.prefetch_factor"], "multiprocessing_context": "spawn",
-                   "persistent_workers": True, "worker_init_fn": leave_signals_to_the_rank}
+        options = {"collate_fn": hand_over, "prefetch_factor": cfg["data.prefetch_factor"],
+                   "multiprocessing_context": "spawn", "persistent_workers": True,
+                   "worker_init_fn": leave_signals_to_the_rank}
     maps = {kind: Maps(dataset, kind, cfg["data.img_size"]) for kind in wanted_maps(cfg)}
     return DataLoader(Batches(dataset.images, dataset.channels, maps), batch_sampler=batch_list,
-                      collate_fn=default_convert, num_workers=workers, **options)
+                      num_workers=workers, **options)
+
+
+def hand_over(batch):
+    """A worker's batch, moved to shared memory. torch would move it in a thread, whose failure nobody learns of."""
+    images, positions, indices, maps = batch
+    try:
+        for tensor in (images, positions, indices, *maps.values()):
+            tensor.share_memory_()
+    except RuntimeError as error:
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise InputError(f"{SHARED} is too small for the batches that loader workers read ahead: make room there, or "
+                         "set data.num_workers to 0.") from error
+    return batch
+
+
+def starting_workers():
+    """Context for what starts loader workers, see `starts_processes`."""
+    return starts_processes("data.num_workers", "set it to 0")
 
 
 def workers_of(cfg):
@@ -179,7 +201,7 @@ def workers_of(cfg):
 def require_room_for_workers(cfg):
     """Raise InputError if a worker could not hand over a batch: it would fail in a torch thread, without a message.
 
-    A worker needs room in /dev/shm, and a socket in the temporary folder, with a short path.
+    A worker needs semaphores and room in /dev/shm, and a socket in the temporary folder, with a short path.
     """
     if not workers_of(cfg):
         return
@@ -196,6 +218,8 @@ def require_room_for_workers(cfg):
     if sys.platform == "linux" and free < need:
         raise InputError(f"{SHARED} has {free / 2 ** 20:.0f} MiB free and the loader workers of one rank need "
                          f"{need / 2 ** 20:.0f}: make room there, or set data.num_workers to 0.")
+    with starting_workers():
+        multiprocessing.get_context("spawn").Lock()
 
 
 def batch_bytes(cfg, samples, pairs):
@@ -213,8 +237,10 @@ def read_ahead(loader, ahead, prepare=lambda number, batch: batch):
     Raises RuntimeError if a worker is killed.
     """
     if loader.num_workers or not ahead:
+        with starting_workers():
+            loaded = iter(loader)
         try:
-            for number, batch in enumerate(loader):
+            for number, batch in enumerate(loaded):
                 yield prepare(number, batch)
         except (ConnectionError, EOFError) as error:  # these look like the death of another rank
             raise RuntimeError("a DataLoader worker was killed while it handed over a batch "

@@ -64,16 +64,16 @@ def shared_counter(what):
 
 
 @contextlib.contextmanager
-def starts_processes(what):
+def starts_processes(what, fewer="give fewer --workers"):
     """Context for starting processes and threads, and for making semaphores, which Linux keeps in /dev/shm: an OSError
-    becomes an InputError about those, not about the results folder."""
+    becomes an InputError about those, not about the results folder. fewer: how to do with fewer processes."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         if getattr(error, "errno", None) in (errno.EAGAIN, errno.ENOMEM) or "can't start new thread" in str(error):
-            raise InputError(f"{what}: no more worker processes can be started ({reason}); give fewer --workers, or "
-                             "raise the limit of this user (ulimit -u) or container.") from error
+            raise InputError(f"{what}: no more worker processes can be started ({reason}); {fewer}, or raise the "
+                             "limit of this user (ulimit -u) or container.") from None
         if isinstance(error, RuntimeError) or error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         raise InputError(f"{what}: no worker processes can be started ({reason}); they need /dev/shm, a "

@@ -3,6 +3,8 @@ import errno
 import math
 import os
 import re
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -286,6 +288,22 @@ def test_workers_that_could_not_hand_over_a_batch_are_refused(data, tmp_path, mo
     with pytest.raises(InputError, match=said):
         read_datasets(cfg)
     read_datasets({**cfg, "data.num_workers": 0})
+
+
+@pytest.mark.slow
+def test_a_worker_whose_batch_finds_no_room_says_so():
+    """The check at the start counts neither what other programs take later nor the batches that a step still holds."""
+    small = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=600k none /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*small, "true"], capture_output=True).returncode:
+        pytest.skip("this user cannot give a process a small /dev/shm")
+    program = ("import numpy as np\nfrom types import SimpleNamespace\nfrom Dataloader.dataset import make_loader\n"
+               "from tests.tiny import config\n"
+               "data = SimpleNamespace(images=np.zeros((1, 64, 64, 64), np.float32), channels=1)\n"
+               "next(iter(make_loader(data, [[(0, 0)]], config(data__in_memory='false', data__num_workers=1))))")
+    done = subprocess.run([*small, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
+                          timeout=100)
+    assert done.stderr.strip().endswith("InputError: /dev/shm is too small for the batches that loader workers read "
+                                        "ahead: make room there, or set data.num_workers to 0."), done.stderr
 
 
 def test_a_batch_of_pairs_is_counted_with_its_maps():

@@ -89,28 +89,39 @@ def test_what_a_task_raises_is_raised_here():
         list(run_tasks(refuse, [(7,)], 3, "out"))
 
 
-@pytest.mark.parametrize("call", ["from Runtime.workers import run_tasks; list(run_tasks(len, [('a',)], 1, 'out'))",
-                                  "import OM_prepare; OM_prepare.make_groups('out', {0: ['a']}, {}, 1, 0)"])
-def test_without_shared_memory_it_and_not_the_results_is_blamed(call):
+SETUP = "from Runtime.workers import run_tasks\n"
+TASKS = "list(run_tasks(len, [('a',)], 1, 'out'))"
+TRAINING_SETUP = ("from Dataloader.dataset import require_room_for_workers\nfrom tests.tiny import config\n"
+                  "cfg = config(data__in_memory='false', data__num_workers=1)\n")
+TRAINING = "require_room_for_workers(cfg)"
+
+
+@pytest.mark.parametrize("call, what", [
+    (SETUP + TASKS, "out"), ("import OM_prepare; OM_prepare.make_groups('out', {0: ['a']}, {}, 1, 0)", "out"),
+    (TRAINING_SETUP + TRAINING, "data.num_workers")])
+def test_without_shared_memory_it_and_not_the_results_is_blamed(call, what):
     hidden = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*hidden, "true"], capture_output=True).returncode:
         pytest.skip("this user cannot hide /dev/shm from a process")
     done = subprocess.run([*hidden, sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "InputError: out: no worker processes can be started (Read-only file system); they need /dev/shm" in \
+    assert f"InputError: {what}: no worker processes can be started (Read-only file system); they need /dev/shm" in \
         done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("first", ["", "resource_tracker.ensure_running()\n"], ids=["semaphores", "processes"])
-def test_a_limit_of_processes_and_not_the_results_is_blamed(first):
+@pytest.mark.parametrize("first, call, what, fewer", [
+    (SETUP, TASKS, "out", "give fewer --workers"),
+    (SETUP + "resource_tracker.ensure_running()\n", TASKS, "out", "give fewer --workers"),
+    (TRAINING_SETUP, TRAINING, "data.num_workers", "set it to 0")], ids=["semaphores", "processes", "training"])
+def test_a_limit_of_processes_and_not_the_results_is_blamed(first, call, what, fewer):
     # All imports come first: the user that the process becomes may not read this Python.
     program = ("import multiprocessing.popen_spawn_posix, multiprocessing.queues, multiprocessing.synchronize\n"
                "import os, resource\nfrom multiprocessing import resource_tracker\n"
-               f"from Runtime.workers import run_tasks\n{first}"
+               f"{first}"
                "if os.getuid() == 0:\n    os.setuid(65534)  # root may start any number\n"
-               "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\nlist(run_tasks(len, [('a',)], 1, 'out'))")
+               "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\n" + call)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "InputError: out: no more worker processes can be started (Resource temporarily unavailable); give fewer " \
-        "--workers" in done.stderr, done.stderr
+    assert f"InputError: {what}: no more worker processes can be started (Resource temporarily unavailable); " \
+        f"{fewer}, or raise" in done.stderr, done.stderr
 
 
 def test_no_worker_outlives_its_killed_parent(tmp_path):
