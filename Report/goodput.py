@@ -50,7 +50,7 @@ def costs_of(attempts, steps):
         last_sign = steps["time"][rows[-1]] if len(rows) else begun["time"]
         end = ends.get(begun["attempt"])
         ended = end["time"] if end else max(last_sign, begun["time"])
-        verdict = end["verdict"] if end else {"dead": False, "cause": "running"}
+        verdict = end["verdict"] if end else {"dead": False, "cause": "no verdict yet"}
         waits_for_person = bool(end) and is_refused_start(end)
         if costs and is_begun_by_person(costs[-1], begun):
             end_before = None

@@ -209,7 +209,7 @@ def attempt_rows(found):
                                                                                   verdict.get("mode")))),
                      "cost": each["detection"] + each["spent"]["replayed steps"] + following["restart"],
                      "seconds": each["ended"] - each["began"], "stack": verdict.get("stack") or [],
-                     "sentence": (each["end"] or {}).get("sentence", "It is running, or has no verdict yet.")})
+                     "sentence": (each["end"] or {}).get("sentence", "Its end is not recorded: it is running, or died without being judged.")})
     return rows
 
 
@@ -317,7 +317,7 @@ def environment_html(found):
     if not found["launches"]:
         return ""
     launch = found["launches"][-1]
-    names = ("started", "host", "commit", "changed", "seed", "python")
+    names = ("started", "host", "version", "commit", "changed", "seed", "python")
     facts = [(name, "-" if launch.get(name) is None else str(launch[name])) for name in names]
     facts.append(("command", " ".join(launch.get("command", []))))
     groups = [(name, launch.get(name) or {}) for name in ("packages", "settings", "job")]

@@ -6,7 +6,7 @@ from Report.goodput import KINDS, over_time
 from Report.rules import newest_ranks, own_of
 
 SHOWN_RANKS = 8  # each drawn as a curve; of more ranks, only the median and the two farthest from it
-PLANNED = ("first start", "planned restart", "done", "running")  # causes of a restart other than deaths
+PLANNED = ("first start", "planned restart", "done", "no verdict yet")  # causes of a restart other than deaths
 # What the curves mean; a loss of your own shows its name alone.
 MEANINGS = {"total": "mode 1: weighted loss", "ang": "mode 1: cosine of recovered and true field; -1 is perfect",
             "dist": "mode 1: relative squared error; 0 is perfect", "regul": "mode 1: regulariser",

@@ -191,7 +191,8 @@ def of_form(content, form):
 def read_launches(run):
     """[{"number", "config": flat dict, "code", **launch.json}] of the launches of a run, oldest first.
 
-    code: the first digits of its commit and, if there are any, of the SHA-256 of its changes.diff.
+    code: the first digits of its commit, or outside of git its version; and, if there are changes, the first digits of
+    the SHA-256 of changes.diff.
     """
     launches = []
     for folder in sorted(Path(run).glob("launches/*")):
@@ -202,6 +203,6 @@ def read_launches(run):
         except (OSError, ValueError, yaml.YAMLError):
             continue  # a machine died while it was written
         launch = read_json(folder / "launch.json", FORMS["launch"])
-        launches.append({**launch, "number": folder.name, "config": flat,
-                         "code": f"{str(launch.get('commit') or '-')[:8]}{mark}"})
+        code = str(launch.get("commit") or "")[:8] or str(launch.get("version") or "-")
+        launches.append({**launch, "number": folder.name, "config": flat, "code": code + mark})
     return launches

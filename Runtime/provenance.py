@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from Runtime import __version__
 from Runtime.config import save_config
 from Runtime.files import listed, write_file
 from Runtime.run_lock import launch_files
@@ -88,9 +89,10 @@ def save_launch(run, cfg, step, modes):
     commit, changes = git("rev-parse", "HEAD"), local_changes()
     job = {name: value for name, value in sorted(os.environ.items()) if re.match("SLURM_(JOB|NTASKS|NNODES)", name)}
     launch = {"started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "step": step,
-              "command": [sys.executable, *sys.argv], "host": platform.node(), "commit": commit and commit.strip(),
-              "changed": bool(changes), "seed": cfg["run.seed"], "modes": [described(mode) for mode in modes],
-              "python": platform.python_version(), "packages": versions, "settings": settings(), "job": job}
+              "command": [sys.executable, *sys.argv], "host": platform.node(), "version": __version__,
+              "commit": commit and commit.strip(), "changed": bool(changes), "seed": cfg["run.seed"],
+              "modes": [described(mode) for mode in modes], "python": platform.python_version(), "packages": versions,
+              "settings": settings(), "job": job}
     write_file(folder / "launch.json", json.dumps(launch, indent=1) + "\n")
     if changes:
         write_file(folder / "changes.diff", changes)

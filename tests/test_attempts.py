@@ -728,4 +728,4 @@ def test_a_run_that_is_still_going_on_counts_up_to_its_last_step(run):
     lines = (run / "attempts.jsonl").read_text().splitlines()[:3]
     (run / "attempts.jsonl").write_text("\n".join(lines) + "\n")
     kinds, causes = add_up(read_run(run))
-    assert sum(kinds.values()) == pytest.approx(190.0) and causes["running"]["times"] == 1
+    assert sum(kinds.values()) == pytest.approx(190.0) and causes["no verdict yet"]["times"] == 1

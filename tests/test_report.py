@@ -18,15 +18,16 @@ from Report import compare
 from Report import run as report
 from Report.compare import PLACES, differing_keys, short_names
 from Report.goodput import add_up, over_time
-from Report.run import duration, main, state_of
-from Report.run_logs import read_run
+from Report.run import attempt_rows, duration, main, settings_of, state_of
+from Report.run_logs import read_launches, read_run
+from Runtime import provenance
 from Runtime.errors import InputError
 from Runtime.files import append_line, partial_path
 from Runtime.profile import new_profile, parse_steps, profile_step
 from tests.faults.common import run_of
 from tests.made_up_run import START, STEP_S, made_up_run
 from tests.test_page import NASTY, Balance
-from tests.tiny import QUICK, ROOT, arguments, make_data
+from tests.tiny import QUICK, ROOT, arguments, config, make_data
 
 LOSSES = ["total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "imgmse", "ddf"]
 HEADINGS = ["What is wrong, and what to do", "Losses", "Validation", "Where the time went", "Attempts", "Ranks",
@@ -232,6 +233,7 @@ def test_a_run_that_has_died_is_neither_running_nor_silent(tmp_path):
     assert word == "died" and re.fullmatch(
         r"Died at [-\d]+ [:\d]+: rank 0 in checkpoint of step 99: OSError: \[Errno 28\] No space left on device\. The "
         "same command continues it, unless its launcher does.", sentence)
+    assert [row["cause"] for row in attempt_rows(read_run(run))] == ["no verdict yet"]
     append_line(run / "attempts.jsonl", {"event": "begin", "attempt": 1, "loop": "y", "time": START + 99, "ranks": 2})
     assert state_of(read_run(run), START + 100)[0] == "running", "a later attempt counts"
 
@@ -301,6 +303,15 @@ def test_compare_puts_runs_side_by_side(tmp_path, capsys):
     text = out.read_text()
     Balance(text)
     assert text.count("<svg") >= 11 and text.count('class="key c2">run-2') >= 9 and "run.models" not in text
+
+
+def test_launches_of_installs_of_two_versions_differ_in_their_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "omnimorph/Runtime/provenance.py"))  # no checkout
+    for version in ("1.11.2", "1.12.0"):
+        monkeypatch.setattr(provenance, "__version__", version)
+        provenance.save_launch(tmp_path, config(), 0, [])
+    assert differing_keys([settings_of(launch) for launch in read_launches(tmp_path)]) == [
+        ("code", '"1.11.2"', '"1.12.0"')]
 
 
 def test_compared_hours_are_of_ranks_and_epochs_are_those_of_the_report(tmp_path):
