@@ -609,6 +609,11 @@ def main(argv=None):
             return dry_run(cfg, ranks.world_size, MODES)
         run = open_run(ranks, cfg, args.fresh)
         code = train(cfg, args, ranks, run)
+    except launch.NotMet as error:
+        if watchdog.STATE["file"] is not None:  # for the launcher's verdict
+            raise
+        print(f"error: {error}.", file=sys.stderr)
+        return 1  # the code of a crash: whatever starts the ranks may try again
     except OSError as error:
         if not run and error.errno in (errno.ENOSPC, errno.EDQUOT):
             print(f"error: {fault_of(error, 'the run')}: make room, or name another folder (run.models).",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from Runtime import watchdog
 from Runtime.device import backend
-from Runtime.errors import InputError, ranges
+from Runtime.errors import InputError, first_line, ranges
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world_size": ("WORLD_SIZE", "SLURM_NTASKS")}
@@ -26,6 +26,14 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
            "ONEAPI_DEVICE_SELECTOR")
 OF_A_NODE = ("data.stage", "run.threads")  # keys that may differ between ranks
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
+
+
+class NotMet(RuntimeError):
+    """The ranks of a training did not meet. missing: those that did not arrive, [] if rank 0 cannot be asked."""
+
+    def __init__(self, sentence, missing=()):
+        super().__init__(sentence)
+        self.missing = list(missing)
 
 
 @dataclasses.dataclass
@@ -86,8 +94,7 @@ def rendezvous(ranks, seconds, name=""):
     name: name of the run. It keeps apart the ranks of two runs on the same port, for example after a typo.
     No rank polls: each one counts itself, the last one announces itself, and the store wakes the others. A rank sends
     only a handful of requests, whatever the number of ranks.
-    Raises RuntimeError naming the ranks that did not arrive, also as a list in its `missing`; InputError for a bad
-    address or port.
+    Raises NotMet naming the ranks that did not arrive; InputError for a bad address or port.
     """
     if ranks.world_size == 1:
         return
@@ -108,13 +115,13 @@ def rendezvous(ranks, seconds, name=""):
         missing = roll_call(store, ranks, until)
     except dist.DistError as error:  # rank 0 never came, or it has left after waiting in vain for another rank
         if serves and "address already in use" in str(error).lower():
-            raise RuntimeError(f"port {port} of this host is taken by another program: set MASTER_PORT to a free "
-                               "one") from error
-        raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
+            raise NotMet(f"port {port} of this host is taken by another program: set MASTER_PORT to a free one, the "
+                         "same for all ranks") from error
+        raise NotMet(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({first_line(error)}): see "
+                     "how rank 0 ended; each training needs a MASTER_PORT of its own") from error
     if missing:
-        error = RuntimeError(f"rank {ranges(missing)} of {ranks.world_size} did not arrive within {seconds:.0f} s")
-        error.missing = missing
-        raise error
+        raise NotMet(f"rank {ranges(missing)} of {ranks.world_size} did not arrive within {seconds:.0f} s at {address}:"
+                     f"{port}: see how they ended; each training needs a MASTER_PORT of its own", missing)
     ranks.store = store
 
 

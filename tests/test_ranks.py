@@ -165,7 +165,28 @@ def test_a_meeting_asks_the_store_a_few_times_for_each_rank(counted):
 
 def test_a_meeting_names_who_did_not_come_to_all_who_did(counted):
     said = meet_all([0, 1, 2, 4, 6], 7, 2)
-    assert said == ["rank 3, 5 of 7 did not arrive within 2 s"] * 5
+    port = os.environ["MASTER_PORT"]
+    assert said == [f"rank 3, 5 of 7 did not arrive within 2 s at 127.0.0.1:{port}: see how they ended; each training "
+                    "needs a MASTER_PORT of its own"] * 5
+
+
+@pytest.mark.parametrize("rank, served, said", [
+    (1, True, "rank 0 of 2 did not arrive within 1 s at 127.0.0.1:{}: see how they ended; each"),
+    (0, True, "port {} of this host is taken by another program: set MASTER_PORT to a free one, the same for all"),
+    (1, False, "rank 0 cannot be reached at 127.0.0.1:{} within 1 s (")])
+def test_a_rank_that_meets_nobody_at_its_port_says_so_in_one_sentence(rank, served, said, tmp_path, monkeypatch, capfd):
+    """Such as one of a second training on a machine, at the port of the first."""
+    port, first = free_port(), None
+    if served:
+        first = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(launch, "HEAR_S", 0.1)
+    assert om.main(tiny.arguments(tmp_path, run__join_s=1)) == 1
+    del first
+    shown = capfd.readouterr().err  # torch's own lines come first
+    assert "Traceback" not in shown and shown.splitlines()[-1].startswith(f"error: {said.format(port)}")
 
 
 @pytest.mark.slow
