@@ -36,17 +36,17 @@ def read_rows(text):
 def matching_rows(text, rows):
     """The rows that fit a text, those of the longest fragments first.
 
-    In a fragment `...` and `{}` stand for any text, spaces for any space.
+    In a fragment `...` and `{}` stand for any text, spaces for any space. What a fragment has matched is taken out of
+    the text, so that "CUDA out of memory" is not also the "out of memory" of a host.
     """
-    found = []
-    for row in rows:
-        lengths = []
-        for fragment in row[0]:
-            parts = [re.escape(part).replace(r"\ ", r"\s+") for part in re.split(r"\.\.\.|\{\}", fragment)]
-            lengths += [len(fragment)] * bool(re.search(".*?".join(parts), text, re.IGNORECASE))
-        if lengths:
-            found.append((max(lengths), row))
-    return [row for _, row in sorted(found, key=lambda entry: -entry[0])]
+    found = {}
+    for fragment, number in sorted(((fragment, number) for number, row in enumerate(rows) for fragment in row[0]),
+                                   key=lambda entry: -len(entry[0])):
+        parts = [re.escape(part).replace(r"\ ", r"\s+") for part in re.split(r"\.\.\.|\{\}", fragment)]
+        text, count = re.subn(".*?".join(parts), "\0", text, flags=re.IGNORECASE)
+        if count:
+            found[number] = rows[number]
+    return [*found.values()]
 
 
 def _template(node):

@@ -53,6 +53,20 @@ RECORDED = {
     "Abort was called at 288 line in file: /src/shared/source/os_interface/linux/drm_neo.cpp": "THRESHOLD=10000",
     "WeightsUnpickler error: Unsupported global: GLOBAL numpy.core.multiarray._reconstruct": "numbers only",
     "Some of your processes may have been killed by the cgroup out-of-memory handler.": "num_workers",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total": "data.batchsize",
+    "torch.AcceleratorError: CUDA error: out of memory": "data.batchsize",
+    "Failed to CUDA calloc async 8 bytes, Cuda failure 2 'out of memory'": "data.batchsize",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": "data.batchsize",
+    "RuntimeError: CUDA error: an illegal memory access was encountered": "--debug",
+    "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable": "nvidia-smi",
+    "RuntimeError: No CUDA GPUs are available": "nvidia-smi",
+    "slurmstepd: error: Detected 1 oom-kill event(s). Some of the tasks have been OOM Killed.": "num_workers",
+    "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 8.00 GiB for an array": "num_workers",
+    "AssertionError: Unknown c10d backend type CCL": "same release",
+    "  exitcode  : -11 (pid: 4021)": "stacks/",
+    "OSError: [Errno 28] No space left on device: '/dev/shm/torch_4021'": "data.num_workers=0",
+    "error: rank 0 of 2 did not arrive within 300 s at 127.0.0.1:29500: see how they ended": "of its own",
+    "UnboundLocalError: cannot access local variable 'xt'": "last use",
 }
 
 
@@ -66,8 +80,8 @@ def refusals():
 
 @pytest.mark.parametrize("text", RECORDED)
 def test_recorded_texts_find_their_row(text):
-    found = explain.matching_rows(text, ROWS)
-    assert any(RECORDED[text] in cure for _, _, cure in found)
+    cures = [cure for _, _, cure in explain.matching_rows(text, ROWS)]
+    assert len(cures) == 1 and RECORDED[text] in cures[0], "and no other"
 
 
 def test_every_fragment_of_the_page_is_found_by_its_own_text():

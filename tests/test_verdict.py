@@ -271,6 +271,8 @@ def test_of_several_leaks_the_one_that_runs_out_first_is_the_reason(tmp_path):
     ("RuntimeError: Distributed package doesn't have XCCL built in", "communication set-up"),
     ("RuntimeError: ccl backend not found", "communication set-up"),
     ("AssertionError: Unknown backend type ccl", "communication set-up"),
+    ("AssertionError: Unknown c10d backend type CCL", "communication set-up"),
+    ("AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", "device lost"),
     ("UnpicklingError: Weights only load failed. This file can still be loaded", "a checkpoint that does not load"),
     ("OSError: [Errno 108] Cannot send after transport endpoint shutdown", "disk")])
 def test_the_first_own_exception_is_the_cause(tmp_path, error, cause):
