@@ -91,6 +91,8 @@ def attempt(name, function, *args):
     except InputError as error:
         return str(error)
     except (MemoryError, RuntimeError) as error:
+        if "busy or unavailable" in str(error):  # of a GPU in the mode "exclusive process"
+            return f"{name}: another process holds the GPU ({first_line(error)}); wait for it, or name --device cpu."
         if not is_out_of_memory(error):
             raise
         return (f"{name}: there is not enough memory ({first_line(error)}); use a smaller volume, fewer workers, or a "
@@ -205,6 +207,8 @@ def run_program(run, args, out=None):
             remedies.append("name another --out")
         if error.errno == errno.ENAMETOOLONG:  # a result is named after its volumes
             remedies = ["shorten the names of the volumes"]
+        if error.errno == errno.EFBIG:
+            remedies = ["raise this shell's limit on the size of a file (ulimit -f), or use a file system without one"]
         advice = f"; {' or '.join(remedies)}" if remedies else ""
         print(f"error: {path}: {error.strerror or error}; {cannot}{advice}.", file=sys.stderr)
     except KeyboardInterrupt:

@@ -161,6 +161,8 @@ def test_nor_is_it_before_a_program_begins(words, outputs, code):
     (errno.ENOSPC, "cache/volumes", "results cannot be written there; make room"),
     (errno.EACCES, "out", "results cannot be written there; name another --out"),
     (errno.ENAMETOOLONG, "out/a_to_b", "results cannot be written there; shorten the names of the volumes"),
+    (errno.EFBIG, "out/field.nii", "results cannot be written there; raise this shell's limit on the size of a file "
+                                   "(ulimit -f), or use a file system without one"),
     (errno.EACCES, "volume.nii", "it cannot be read or written")])
 def test_a_file_that_fails_is_named_with_what_to_do(tmp_path, capsys, number, name, remedy):
     def fail(args):
@@ -168,6 +170,15 @@ def test_a_file_that_fails_is_named_with_what_to_do(tmp_path, capsys, number, na
 
     assert run_program(fail, argparse.Namespace(out=tmp_path / "out")) == 43
     assert capsys.readouterr().err == f"error: {tmp_path / name}: {os.strerror(number)}; {remedy}.\n"
+
+
+def test_a_gpu_that_another_process_holds_is_one_sentence(tmp_path, capsys):
+    def fail(args):
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be")
+
+    assert run_program(fail, argparse.Namespace(out=tmp_path / "out")) == 43
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path / 'out'}: another process holds the GPU (CUDA error") and "\nC" not in said
 
 
 @pytest.mark.parametrize("kind", [InputError, MemoryShort])
