@@ -6,6 +6,7 @@ COMMIT is the parent of this working tree's commit by default. Both sides get th
 lines, each in a process of its own with one thread. Printed is the SHA-256 of the weights, of Adam's moments and of the
 field of each side; the exit code is 1 where they differ. A golden curve within one percent misses most slips.
 """
+import argparse
 import hashlib
 import os
 import subprocess
@@ -67,10 +68,15 @@ def hashes(code, data, out):
             "field": hashed([nibabel.load(out / "pair/field.nii.gz").get_fdata()])}
 
 
-def main(commit="HEAD^"):
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", nargs="?", default="HEAD^", help="(%(default)s)")
+    commit = parser.parse_args().commit
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, stdout=subprocess.PIPE)
+        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE)
+        if archive.returncode:
+            sys.exit(f"error: {commit} is no commit of this repository")
         (folder / "before").mkdir()
         subprocess.run(["tar", "x", "-C", folder / "before"], input=archive.stdout, check=True)
         python(ROOT, "-c", "import sys; from Dataloader.synthetic import write_dataset; "
@@ -83,4 +89,4 @@ def main(commit="HEAD^"):
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())
