@@ -39,13 +39,13 @@ def spread(rows, columns):
     """Mean, standard deviation and number of the values in each column.
 
     rows: dicts, one for each case; values that are None or missing do not count.
-    Returns: {column: (mean, standard deviation (n - 1; 0 for one value), count)}, without columns that have no value.
+    Returns: {column: (mean, standard deviation (n - 1) or None for one value, count)}, without columns of no value.
     """
     summary = {}
     for column in columns:
         values = [row[column] for row in rows if row.get(column) is not None]
         if values:
-            deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+            deviation = statistics.stdev(values) if len(values) > 1 else None
             summary[column] = (statistics.fmean(values), deviation, len(values))
     return summary
 

@@ -130,7 +130,7 @@ def write_report(folder, rows, failed, lead, dims):
                   for line, page in zip(lines, pages)]
         note = (f"Worst {'Dice' if by_dice else 'similarity'} first; a name opens the page of its pair. Before: as the "
                 "headers place the volumes. Seconds without reading files.")
-        sections += [("Scores", cards_html(score_cards(columns, len(rows)), EXPLAINED)),
+        sections += [("Scores", cards_html(score_cards(columns), EXPLAINED)),
                      ("Pairs", table_html(header, linked, note, formats, EXPLAINED))]
     page = write_page(folder / "report.html", title, how, sections, viewer=True)
     return page, text_table(header, lines + summary, formats)
@@ -157,15 +157,15 @@ def pair_sections(row, folder, pair):
     return [("", viewer_html(**pair)),
             ("Slices", png_html(png, "Middle slices, on the fixed grid; grid and Jacobian without the affine part.",
                                 pair["name"])),
-            ("Scores", cards_html(score_cards(spread([row], COLUMNS), 1), EXPLAINED)),
+            ("Scores", cards_html(score_cards(spread([row], COLUMNS)), EXPLAINED)),
             ("Files", table_html(["file", "what it is"], files))]
 
 
-def score_cards(columns, count):
-    """Cards of the mean scores, `spread`, of `count` pairs; one measured before the registration judges the change."""
+def score_cards(columns):
+    """Cards of the mean scores of `spread`; one measured before the registration judges the change."""
     cards = []
     for column, (mean, deviation, _) in columns.items():
-        form, note = COLUMNS[column], f"sd {deviation:{COLUMNS[column]}}" if count > 1 else ""
+        form, note = COLUMNS[column], "" if deviation is None else f"sd {deviation:{COLUMNS[column]}}"
         if column in BEFORE_OF.values():
             continue
         if column in BEFORE_OF and BEFORE_OF[column] in columns:

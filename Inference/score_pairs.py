@@ -104,9 +104,11 @@ def write_scores(folder, scores, failed):
     header, formats = ["pair", *map(heading, columns)], [None, *[COLUMNS[column] for column in columns]]
     rows, worst_first = ([[score["name"], *[score.get(column) for column in columns]] for score in ordered]
                          for ordered in (scores, sorted(scores, key=lambda score: score.get("dice") or 0.0)))
-    ends = [["mean", *means.values()], ["sd", *[sd for _, sd, _ in columns.values()]]]
-    cards = cards_html([(heading(column), f"{mean:{COLUMNS[column]}}", f"sd {sd:{COLUMNS[column]}}, {count} pairs")
-                        for column, (mean, sd, count) in columns.items()])
+    ends = []
+    if len(scores) > 1:
+        ends = [["mean", *means.values()], ["sd", *[sd for _, sd, _ in columns.values()]]]
+    cards = cards_html([(heading(column), f"{mean:{COLUMNS[column]}}", "1 pair" if sd is None else
+                         f"sd {sd:{COLUMNS[column]}}, {count} pairs") for column, (mean, sd, count) in columns.items()])
     sections = [("", cards), ("Pairs", table_html(header, [*worst_first, *ends], "Worst Dice first.", formats))]
     if failed:
         reasons = [[entry["name"], entry["reason"]] for entry in failed]

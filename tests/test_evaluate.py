@@ -66,7 +66,9 @@ def test_a_shift_that_the_field_knows(pair, capsys, field):
     with open(pair / "out/scores.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["label"] for row in rows] == ["all", "1", "5"] and float(rows[0]["dice_before"]) == pytest.approx(0.625)
-    assert "Worst Dice first" in (pair / "out/scores.html").read_text()
+    page = (pair / "out/scores.html").read_text()
+    assert "Worst Dice first" in page and "1 pair<" in page
+    assert "sd" not in out.split() and "<span>sd " not in page, "one value has no deviation"
 
 
 def test_labels_on_another_grid_agree_with_simpleitk(tmp_path):

@@ -592,6 +592,6 @@ def test_the_grid_of_a_picture_is_that_of_the_deformation_alone():
 def test_cards_say_whether_a_score_has_become_better():
     rows = [{"dice_before": 0.755, "dice": 0.754, "tre_before_mm": 6.0, "tre_mm": 1.5, "similarity_before": 0.9,
              "similarity": 0.5, "sdlogj": 0.1}]
-    cards = {word: (value, note) for word, value, note in score_cards(spread(rows, COLUMNS), 1)}
+    cards = {word: (value, note) for word, value, note in score_cards(spread(rows, COLUMNS))}
     assert cards == {"dice": ("0.754", "no better: 0.755 before"), "tre, mm": ("1.50", "better: 6.00 before"),
                      "similarity": ("0.500", "worse: 0.900 before"), "sdlogj": ("0.1000", "")}
