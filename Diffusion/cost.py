@@ -20,7 +20,7 @@ from Diffusion.losses import checked
 from Diffusion.networks import new_network
 from Diffusion.optim import adam_names, local_bytes, new_gradients
 from Runtime.config import modes_of
-from Runtime.device import pick_device, precision, prepare_device, synchronize
+from Runtime.device import PRECISIONS, pick_device, precision, prepare_device, synchronize
 from Runtime.errors import DONE, InputError, is_out_of_memory
 from Runtime.global_batch import split_step
 from Runtime.memory import measure
@@ -231,8 +231,9 @@ def dry_run(cfg, world_size, modes):
     for mode, cost in costs.items():
         print(f"{mode:>13}: {cost['flops'] / 1e12:8.3f} Tflop, activations {cost['kept'] / 2 ** 30:6.2f} GiB on a CPU, "
               f"{device_costs[mode]['kept'] / 2 ** 30:6.2f} GiB on a GPU")
+    on_gpu, beside = PRECISIONS[on_device["run.amp"]], PRECISIONS[on_cpu["run.amp"]]
     print(f"memory of a step at its peak: about {memory['cuda'] / 2 ** 30:.1f} GiB on a GPU (CUDA, ROCm or XPU, "
-          f"{on_device['run.amp']}), {memory['cpu'] / 2 ** 30:.1f} on a CPU ({on_cpu['run.amp']}): "
+          f"{on_gpu}), {memory['cpu'] / 2 ** 30:.1f} on a CPU ({beside}): "
           f"{(memory['cpu'] - max(cost['peak'] for cost in costs.values())) / 2 ** 30:.1f} for weights, moments, "
           f"averages{', gradient sums and all batches' * (batches > 1)}, the rest for the largest mode")
     each = f" x {split.sample_batches} batches, one after another" * (split.sample_batches > 1)

@@ -18,14 +18,13 @@ from Dataloader.sampler import steps_left
 from Diffusion.diffuser import DeformDDPM
 from Diffusion.optim import GradientSums, compare_moments, gather, gather_state, replicated, whole
 from Runtime import agree, checkpoint, launch, watchdog
-from Runtime.device import describe, precision
+from Runtime.device import PRECISIONS, describe, precision
 from Runtime.errors import InputError
 from Runtime.files import remove_leftovers, write_file
 from Runtime.global_batch import Split
 from Runtime.progress import Progress, begin_epoch, from_saved, new_writer, to_saved
 from Runtime.provenance import save_launch
 
-PRECISIONS = {"bf16": "bf16", "off": "float32"}
 READ_AGAIN_S = 20.0  # to retry a checkpoint that cannot be read; after that the run crashes
 MOST_FAILED_SAVES = 3  # of different steps, in a row
 
@@ -204,7 +203,7 @@ def announce(run):
     subjects, others = (len(set(dataset.subjects.tolist())) for dataset in (run.dataset, run.held_out))
     print(f"{run.folder}: {volumes} training and {held_out} validation volumes ({subjects} and {others} subjects), "
           f"{run.split.samples} samples and {run.split.pairs} pairs a step, on {run.ranks.world_size} x "
-          f"{describe(run.device)}, {PRECISIONS[cfg['run.amp']]}")
+          f"{describe(run.device)}, {PRECISIONS[cfg['run.amp']]}, modes: {', '.join(mode.name for mode in run.modes)}")
     if cfg["loss.contrastive"] and subjects < 2:
         print("all training volumes are of one subject, so mode 2 has no other to compare with: its loss stays 0; set "
               "loss.contrastive to 0, or data.subject_pattern if these are several subjects")

@@ -16,6 +16,7 @@ from Runtime.errors import InputError, first_line
 # torch.mps lacks float64 and does not report the device's properties or memory.
 UNFIT = ("mps",)
 VOXELS_A_THREAD = 2 ** 16  # with two threads 62,000 voxels gain nothing, and 250,000 take 0.6 of the time
+PRECISIONS = {"bf16": "bf16", "off": "float32"}  # values of run.amp in words
 SHARED = {"lock": threading.Lock(), "users": 0, "before": None}  # of `own_settings`
 
 

@@ -87,9 +87,10 @@ def test_dry_run_costs_nothing_and_ends_in_json(tmp_path, capsys):
     assert memory["cuda"] == memory["xpu"] != memory["cpu"] and min(memory.values()) > 16 * costs["parameters"]
     assert not (tmp_path / "Models").exists()
     alone = {f"loss__{weight}": 0 for weight in ("dist", "ang", "regul", "contrastive")}
-    assert om.main(arguments(tmp_path, "--dry-run", data__pairs=1000, **alone)) == 0
+    assert om.main(arguments(tmp_path, "--dry-run", data__pairs=1000, run__amp="off", **alone)) == 0
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1])["steps_per_epoch"] == 1000 and "1000 pairs; effective" in printed
+    assert "XPU, float32)" in printed and "on a CPU (float32)" in printed
 
 
 @pytest.mark.slow

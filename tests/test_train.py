@@ -27,13 +27,12 @@ import OM_train_3modes as om
 from Dataloader.dataset import end_workers, read_datasets
 from Diffusion.networks import NETWORKS, build_network
 from Diffusion.optim import footprint, replicated
-from Diffusion.training_state import PRECISIONS
 from Inference.load_model import load_model
 from Inference.registration import register
 from Report.run import headline, state_of
 from Report.run_logs import read_run
 from Runtime import checkpoint, provenance
-from Runtime.device import precision
+from Runtime.device import PRECISIONS, precision
 from Runtime.errors import InputError
 from Runtime.files import partial_path
 from Supervisor import attempts
@@ -511,7 +510,7 @@ OFF = {"diffusion": ("total", {"loss__dist": 0.0, "loss__ang": 0.0, "loss__regul
 
 @pytest.mark.parametrize("wanted", [["registration"], *(pytest.param(modes, marks=pytest.mark.slow) for modes in (
     ["contrastive"], ["diffusion", "registration"], ["contrastive", "registration"]))], ids="+".join)
-def test_a_mode_without_weights_is_not_computed_and_resuming_stays_exact(wanted, data, tmp_path, monkeypatch):
+def test_a_mode_without_weights_is_not_computed_and_resuming_stays_exact(wanted, data, tmp_path, monkeypatch, capsys):
     changes = {key: value for mode, (_, keys) in OFF.items() if mode not in wanted for key, value in keys.items()}
     for mode in set(OFF) - set(wanted):
         monkeypatch.setitem(om.MODES, mode, om.MODES[mode]._replace(step=None))  # to call it would raise TypeError
@@ -521,6 +520,7 @@ def test_a_mode_without_weights_is_not_computed_and_resuming_stays_exact(wanted,
         monkeypatch.setattr(om, "deform_batch", None)
         changes["run__epochs"] = 1
     assert train(data, tmp_path / "whole", **changes) == 0
+    assert f", modes: {', '.join(wanted)}\n" in capsys.readouterr().out, "and it says so"
     entry = log_lines(tmp_path / "whole", "epoch")[-1]
     assert {mode for mode, (term, _) in OFF.items() if entry[term] is not None} == set(wanted)
     assert entry["open_share"] == ("registration" in wanted)
