@@ -2,6 +2,7 @@
 import collections
 import json
 import os
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,13 @@ def test_two_ranks_train_as_one_that_accumulates(alone, together):
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     assert len(log_lines(together, "step")) == 3 and not log_lines(together, "step", rank=1), "rank 0 logs the steps"
     assert len(log_lines(together, "end", rank=1)) == 1 and decisions(together) == ["done"]
+
+
+def test_the_page_lists_what_a_run_leaves_behind(together):
+    listed = (ROOT / "docs/training.md").read_text().partition("## What a run leaves behind")[2].split("```")[1]
+    listed = {re.sub(r"\d+", "0", name) for name in re.findall(r"Models/brains_om_net/([^/ ]+)", listed)}
+    left = [path.name.replace("demo", "brains") for path in (together / "Models/demo_om_net").iterdir()]
+    assert {"step.json", "rank1.jsonl"} <= set(left) and {re.sub(r"\d+", "0", name) for name in left} <= listed
 
 
 def test_ranks_have_entered_equally_many_phases_at_the_end(together):
