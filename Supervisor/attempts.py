@@ -95,8 +95,12 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
         path = run / "verdict.json"
         content = json.dumps({**line["verdict"], "next": line["next"], "sentence": line["sentence"],
                               "check_nodes": is_suspect(history(run), line["verdict"])}, indent=1)
-        patiently(lambda: write_file(path, content + "\n"), patience_s, path)
-        keep_stacks(run, attempt, line["verdict"]["rank"] or 0)
+        try:
+            patiently(lambda: write_file(path, content + "\n"), patience_s, path)
+            keep_stacks(run, attempt, line["verdict"]["rank"] or 0)
+        except OSError as error:  # the decision stands all the same
+            print(f"{fault_of(error, path)}; attempts.jsonl has the verdict on attempt {attempt}; its stacks are lost",
+                  file=sys.stderr, flush=True)
     if not quiet:
         print(line["sentence"], file=sys.stderr, flush=True)
     notify_end(run, line)
@@ -126,16 +130,11 @@ def keep_stacks(run, attempt, rank):
     """Keep the thread stacks that a rank left, since its next attempt overwrites them.
 
     The verdict has the innermost frames of one thread only, and another one may have crashed. If the disk is full,
-    this does not wait for space but prints that the stacks are lost.
+    this does not wait for space.
     """
-    try:
-        text = read_rank(run, rank, attempt)["stack"]
-        if text:
-            (run / "stacks").mkdir(exist_ok=True)
-            write_file(run / f"stacks/attempt{attempt}_rank{rank}.txt", text)
-    except OSError as error:
-        print(f"{run / 'stacks'}: the stacks of attempt {attempt} are lost ({error.strerror or error})",
-              file=sys.stderr, flush=True)
+    text = read_rank(run, rank, attempt)["stack"]
+    if text:
+        write_file(run / f"stacks/attempt{attempt}_rank{rank}.txt", text)
 
 
 def notify_end(run, line):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from Runtime import launch, watchdog
+from Runtime.errors import PLANNED_RESTART
 from Runtime.files import patiently
 from Runtime.global_batch import fix_step
 from Runtime.run_lock import TakenOver, assert_held, generations, hold, lock, run_folder
@@ -93,7 +94,8 @@ def close_run(ranks, run, code):
                 launch.wait_for_keys(ranks.store, [f"closed/{rank}" for rank in range(ranks.world_size)], LAST_WORDS_S)
     if ranks.token is not None:
         try:
-            attempts.end(run, ranks.attempt, code, quiet=True, patience_s=LOCK_S)
+            # The process has printed that it is done, or why it was refused.
+            attempts.end(run, ranks.attempt, code, quiet=code != PLANNED_RESTART, patience_s=LOCK_S)
             attempts.leave_folder(run, ranks.token)
         except OSError as error:  # the next launch judges this attempt from its logs
             print(f"{run}: how this attempt ended could not be written: {error}", file=sys.stderr)

@@ -113,7 +113,7 @@ def test_the_stacks_of_each_death_are_kept(tmp_path):
 def test_stacks_that_cannot_be_kept_stop_nothing(tmp_path, capsys):
     (tmp_path / "stacks").write_text("a file where the folder would be")
     assert die(tmp_path, stack="Timeout (0:00:02)!\n") == "continue"
-    assert "the stacks of attempt 0 are lost (" in capsys.readouterr().err
+    assert "attempts.jsonl has the verdict on attempt 0; its stacks are lost" in capsys.readouterr().err
 
 
 def test_a_new_durable_step_counts_anew(tmp_path):
@@ -645,6 +645,18 @@ def test_a_full_disk_under_the_launcher_is_waited_for_and_then_one_sentence(tmp_
     full[:] = [True]
     assert call("end", 1, **{**own(begun), "OMNIMORPH_PATIENCE_S": "0"}).code == 43
     assert "attempts.jsonl: No space left on device, and that did not pass" in (tmp_path / "told").read_text()
+
+
+def test_a_verdict_that_cannot_be_written_changes_no_decision_and_is_told(tmp_path, call):
+    begun = own(call(*begin_words(tmp_path)))
+    run = Path(begun["OMNIMORPH_RUN"])
+    (run / "verdict.json").mkdir()  # nothing that would pass
+    (run / "launches/0000").mkdir(parents=True)
+    (run / "launches/0000/config.yaml").write_text(f"run:\n  notify: echo $OMNIMORPH_MESSAGE >> {tmp_path}/told\n")
+    write_rank(run, 0, {"event": "refused", "error": "bad key", "phase": "start"}, phase="start", exit={"code": 43})
+    ended = call("end", 43, **begun)
+    assert ended.code == 43 and "attempts.jsonl has the verdict on attempt 0" in ended.err
+    assert "bad key. This needs a person" in (tmp_path / "told").read_text()
 
 
 def test_errors_of_the_command_line_are_sentences(tmp_path, call):

@@ -144,13 +144,15 @@ def test_planned_restarts_give_the_same_state_and_averages(data, tmp_path, finis
 
 
 @pytest.mark.parametrize("left", [9, 1000])
-def test_only_a_leak_that_runs_out_soon_is_the_reason_to_leave(data, tmp_path, monkeypatch, left):
+def test_only_a_leak_that_runs_out_soon_is_the_reason_to_leave(data, tmp_path, monkeypatch, left, capsys):
     """A slow leak of this rank is not why it leaves, where another rank's memory runs out."""
     leak = {"steps_left": left, "sentence": f"runs out in {left} steps"}
     monkeypatch.setattr(om.memory, "watch", lambda state, step: bool(state.update(leak=leak)) or True)
     assert train(data, tmp_path, **CARRIED) == 42
     why = log_lines(tmp_path, "leave")[-1]["reason"]
     assert why == ("rank 0: runs out in 9 steps" if left == 9 else om.WHY_LEFT["memory"])
+    # Whoever sees only the output, such as torchrun's "FAILED exitcode: 42", learns that nothing is wrong.
+    assert f"attempt 0: planned restart ({why}). Continues from step 1.\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
