@@ -205,6 +205,9 @@ def look(words, repeat):
         end_steps()
     if ASKED:
         raise Leave(42, " during the preflight")
+    if found[0] == 137:
+        say("the preflight has judged nothing in %s s + 60 s: if Python and torch load this slowly, raise "
+            "PREFLIGHT_SECONDS" % seconds)
     return found
 
 

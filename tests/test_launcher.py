@@ -419,6 +419,15 @@ def test_the_preflight_waits_for_what_may_pass(tmp_path):
     assert (tmp_path / "looks").read_text() == "4\n"
 
 
+def test_a_preflight_that_only_loads_says_what_to_raise(monkeypatch, capsys):
+    for name, value in {"PYTHON": "true", "RANKS": "1", "UNDER_SLURM": "", "PREFLIGHT_SECONDS": "45"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launcher, "ask", lambda *words, **more: (137, ""))  # as after 105 s
+    assert launcher.look([], []) == (137, "")
+    said = capsys.readouterr().err
+    assert "judged nothing in 45 s + 60 s: if Python and torch load this slowly, raise PREFLIGHT_SECONDS" in said
+
+
 def test_a_command_line_that_the_preflight_cannot_read_is_not_tried_again():
     words = ["bash", LAUNCHER, "--preflight", "--set", "run.epochs=1"]  # without --config
     done = launching.run(words, cwd=ROOT, timeout=60, env=launcher_environment(1))

@@ -215,6 +215,10 @@ def test_after_an_exclusion_a_run_that_is_continued_has_its_own_step(judge, tmp_
     assert ["(4 x 1 of them" in said[0], "(3 x 1 of them" in said[1]] == [True, True], said
 
 
+def test_ranks_that_are_silent_may_only_load_slowly(judge):
+    assert "raise PREFLIGHT_SECONDS" in judge(spoil(healthy(), ((3,), "all", "silent")))[3]
+
+
 def test_two_processes_that_are_one_rank(judge):
     found = healthy()
     found["again"] = found[0, "arrival"]

@@ -25,6 +25,7 @@ from Supervisor.attempts import run_of_job, was_requeued
 GO_ON = 75  # without the nodes in EXCLUDED
 AGAIN = 76  # check once more: the fault may have been a stall
 MOST_NODES = 6  # that a row of the table names
+SLOW = "if Python and torch load slowly there, raise PREFLIGHT_SECONDS"  # advice
 
 
 def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False, fresh=False):
@@ -153,13 +154,12 @@ def complete(findings, nodes, tasks, elapsed):
         host = next((finding["host"] for finding in checks.values()), "")
         if "arrival" not in checks:
             checks["arrival"] = {"ok": False, "said": f"did not arrive within {elapsed:.0f} s", "passing": True,
-                                 "do": "check this node and the output above, or exclude the node"}
+                                 "do": f"check this node and the output above, or exclude the node; {SLOW}"}
         expected = [check for check in CHECKS if rank % tasks == 0 or check not in OF_THE_NODE]
         for check in expected if host else []:
             if check not in checks and all(finding["ok"] is not False for finding in checks.values()):
                 checks[check] = {"ok": False, "said": f"no answer until the end, after {elapsed:.0f} s",
-                                 "do": "check this node; if the file system with the code is slow, raise "
-                                       "PREFLIGHT_SECONDS", "passing": True}
+                                 "do": f"check this node; {SLOW}", "passing": True}
             checks.setdefault(check, skipped("no answer"))
         for check, finding in checks.items():
             finding.update({"rank": rank, "check": check, "node": finding.get("node", node),
