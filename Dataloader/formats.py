@@ -192,9 +192,9 @@ def open_itk(path):
         empty = np.broadcast_to(np.zeros((), types[number]), size)
     except ValueError:  # numpy cannot count so many
         raise InputError(f"{path}: its header claims {' x '.join(map(str, size))} voxels; export it again.") from None
-    if Path(path).suffix.lower() in OTHERS and empty.nbytes > MOST_DEFLATED * os.path.getsize(path):
+    if Path(files[0]).suffix.lower() in OTHERS and empty.nbytes > MOST_DEFLATED * os.path.getsize(path):
         with open(path, "rb") as file:
-            if not ELSEWHERE.search(file.read(2 ** 16)):  # ITK would take that memory before it reads the file
+            if not ELSEWHERE.search(file.read(2 ** 20)):  # ITK would take that memory before it reads the file
                 raise InputError(f"{path}: its header claims {' x '.join(map(str, size))} voxels, more than the file "
                                  "can hold; copy or export it again.")
     return nifti_image(path, empty, affine, empty.dtype)

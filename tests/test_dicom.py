@@ -84,6 +84,8 @@ def test_a_folder_of_slices(tmp_path, volume):
     np.testing.assert_array_equal(array, volume)
     np.testing.assert_allclose(affine, affine_of(STEP), atol=1e-3)
     assert read_header(tmp_path / "sub-01")[0] == volume.shape
+    large = np.zeros((1024, 1024, 3), np.int16)
+    assert read_header(write_series(tmp_path / "named_like_a_file.mha", large))[0] == large.shape
 
 
 def write_frames(path, volume, places):

@@ -263,6 +263,14 @@ def test_a_header_that_claims_all_memory_is_refused_before_itk_takes_it(tmp_path
         read_volume(path)
 
 
+def test_a_long_header_may_name_a_large_file_of_voxels(tmp_path):
+    path, comments = tmp_path / "v.nhdr", "# of a long protocol\n" * 4000
+    sitk.WriteImage(sitk.Image([8, 8, 8], sitk.sitkUInt8), str(path))
+    header = path.read_text().replace("sizes: 8 8 8", "sizes: 900 900 900")
+    path.write_text(header.replace("data file", comments + "data file"))
+    assert read_header(path)[0] == (900, 900, 900)
+
+
 @pytest.mark.parametrize("suffix, names", [
     (".mhd", "ElementDataFile = LIST\n" + "s0.raw\n" * 7 + "pipe1"), (".mhd", "ElementDataFile = pipe%d 1 8 1"),
     (".nhdr", "data file: pipe1"), (".nhdr", "DataFile: LIST\n" + "s0.raw\n" * 7 + "pipe1"),
