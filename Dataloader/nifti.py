@@ -294,7 +294,7 @@ def read_affine(path, image, dims):
     sides = np.linalg.norm(affine[:3, :dims], axis=0)
     if sides.max() > MOST_UNEVEN * sides.min():
         raise InputError(f"{path}: its voxels measure {' x '.join(f'{side:.3g}' for side in sides)} mm, sides that "
-                         f"differ more than {MOST_UNEVEN} times; repair the header.")
+                         f"differ by more than a factor of {MOST_UNEVEN}; repair the header.")
     return affine
 
 

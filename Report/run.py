@@ -209,7 +209,7 @@ def attempt_rows(found):
                                                                                   verdict.get("mode")))),
                      "cost": each["detection"] + each["spent"]["replayed steps"] + following["restart"],
                      "seconds": each["ended"] - each["began"], "stack": verdict.get("stack") or [],
-                     "sentence": (each["end"] or {}).get("sentence", "Its end is not recorded: it runs, or has died.")})
+                     "sentence": (each["end"] or {}).get("sentence", "No end is recorded: it is running or has died.")})
     return rows
 
 

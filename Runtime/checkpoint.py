@@ -278,7 +278,7 @@ def load_weights(model, state, path):
         theirs[name].layout != torch.strided or theirs[name].is_floating_point() != own[name].is_floating_point()
         or not theirs[name].float().isfinite().all())), None)
     if odd:
-        raise InputError(f"{path}: its weight {odd} is not of finite real numbers; use another checkpoint.")
+        raise InputError(f"{path}: its weight {odd} is not all finite real numbers; use another checkpoint.")
     if differences:
         raise InputError(f"the weights in {path} do not fit the network ({differences[0]}; "
                          f"{len(missing)} missing, {len(unexpected)} unexpected, {len(shapes)} mis-shaped): use the "

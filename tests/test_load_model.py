@@ -121,7 +121,7 @@ def test_what_cannot_be_used_is_named(tmp_path):
                         ("cut.pth", "restore the file"), ("old.pth", "restore the file"),
                         ("tiny.yaml", "a checkpoint .*, a run's folder"), ("gone.pth", "if it was .*, restore it"),
                         ("foreign.pth", "not an OmniMorph checkpoint"),
-                        *((f"{kind}.pth", "is not of finite real") for kind in ("nan", "complex", "whole", "sparse")),
+                        *((f"{kind}.pth", "is not all finite real") for kind in ("nan", "complex", "whole", "sparse")),
                         ("bomb.pth", "its archive is compressed"), ("bare.pth", "has no config"),
                         ("other.pth", "do not fit the network")):
         with pytest.raises(InputError, match=words) as error:

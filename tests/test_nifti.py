@@ -409,7 +409,7 @@ def test_singular_affine(tmp_path, read, column):
 
 def test_voxels_of_which_one_side_is_absurd_are_refused_before_they_take_hours(tmp_path):
     nibabel.save(nibabel.Nifti1Image(noise(), np.diag([1, 1, 1e8, 1])), tmp_path / "v.nii.gz")
-    with refused("v.nii.gz", r"its voxels measure 1 x 1 x 1e\+08 mm, sides that differ more than 1000 times"):
+    with refused("v.nii.gz", r"its voxels measure 1 x 1 x 1e\+08 mm, sides that differ by more than a factor of 1000"):
         read_header(tmp_path / "v.nii.gz")
 
 
