@@ -237,9 +237,9 @@ def read_ahead(loader, ahead, prepare=lambda number, batch: batch):
     Raises RuntimeError if a worker is killed.
     """
     if loader.num_workers or not ahead:
-        with starting_workers():
-            loaded = iter(loader)
         try:
+            with starting_workers():
+                loaded = iter(loader)
             for number, batch in enumerate(loaded):
                 yield prepare(number, batch)
         except (ConnectionError, EOFError) as error:  # these look like the death of another rank

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 
 import torch
@@ -22,6 +23,7 @@ from Runtime.errors import InputError, first_line, ranges
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world_size": ("WORLD_SIZE", "SLURM_NTASKS")}
 HEAR_S = 10.0  # time for all ranks to read the result of rank 0's roll call
+SAY_AFTER_S = 10.0  # rank 0 then says whom it is waiting for
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
            "ONEAPI_DEVICE_SELECTOR")
 OF_A_NODE = ("data.stage", "run.threads")  # keys that may differ between ranks
@@ -131,13 +133,25 @@ def roll_call(store, ranks, until):
     Rank 0 serves the store and may leave soon after, so it first waits up to HEAR_S for the others to read the answer.
     """
     first = ranks.rank == 0
+
+    def absent():
+        return [rank for rank in range(ranks.world_size) if not store.check([f"here/{rank}"])]
+
+    def left():
+        return max(until - time.monotonic(), 0.001)
+
+    if first and left() > SAY_AFTER_S:
+        try:
+            store.wait(["missing"], datetime.timedelta(seconds=SAY_AFTER_S))
+        except dist.DistStoreError:
+            print(f"WORLD_SIZE is {ranks.world_size}: rank 0 waits up to {left():.0f} s more for rank "
+                  f"{ranges(absent())}", file=sys.stderr, flush=True)
     try:
-        store.wait(["missing"], datetime.timedelta(seconds=max(until - time.monotonic(), 0.001) + HEAR_S * (not first)))
+        store.wait(["missing"], datetime.timedelta(seconds=left() + HEAR_S * (not first)))
     except dist.DistStoreError:
         if first:
-            absent = [rank for rank in range(ranks.world_size) if not store.check([f"here/{rank}"])]
             # If the last rank has just arrived and announced itself, its answer stands.
-            store.compare_set("missing", "", json.dumps(absent))
+            store.compare_set("missing", "", json.dumps(absent()))
         elif store.check(["here/0"]):
             raise
         else:

@@ -74,7 +74,7 @@ def starts_processes(what, fewer="give fewer --workers"):
         if getattr(error, "errno", None) in (errno.EAGAIN, errno.ENOMEM) or "can't start new thread" in str(error):
             raise InputError(f"{what}: no more worker processes can be started ({reason}); {fewer}, or raise the "
                              "limit of this user (ulimit -u) or container.") from None
-        if isinstance(error, RuntimeError) or error.errno in (errno.EMFILE, errno.ENFILE):
+        if isinstance(error, (RuntimeError, ConnectionError)) or error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         raise InputError(f"{what}: no worker processes can be started ({reason}); they need /dev/shm, a "
                          "writable folder in memory with free space: mount a tmpfs there.") from error

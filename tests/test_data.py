@@ -191,18 +191,25 @@ def test_a_worker_that_dies_handing_over_a_batch_is_not_taken_for_a_rank(data, t
     assert re.search(r"(Connection\w*|EOF)Error", done.stderr), "how it showed stays in the log"
 
 
+@pytest.mark.parametrize("read", [0, 1])
 @pytest.mark.parametrize("error", [ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), EOFError()])
-def test_nor_is_one_that_torch_still_holds_for_alive(error):
+def test_nor_is_one_that_torch_still_holds_for_alive(error, read):
     """What the loader then raises: of some forty real kills one, so it is raised here by hand."""
     class Loader:
         num_workers = 1
 
         def __iter__(self):
+            if not read:
+                raise error
+            return self.batches()
+
+        def batches(self):
             yield 0
             raise error
 
     found = read_ahead(Loader(), 0)
-    assert next(found) == 0
+    if read:
+        assert next(found) == 0
     with pytest.raises(RuntimeError, match="a DataLoader worker was killed while it handed over a batch") as raised:
         next(found)
     assert not any(echo in str(raised.value).lower() for echo in ECHOES) and raised.value.__cause__ is error

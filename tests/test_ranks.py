@@ -168,11 +168,13 @@ def test_a_meeting_asks_the_store_a_few_times_for_each_rank(counted):
     assert meet_all(range(world_size), world_size, 60) == [None] * world_size
     others = world_size - 1
     assert collections.Counter(counted) == {
-        "set": world_size + 1, "add": world_size + others, "compare_set": 1, "wait": world_size + 1, "get": world_size}
+        "set": world_size + 1, "add": world_size + others, "compare_set": 1, "wait": world_size + 2, "get": world_size}
 
 
-def test_a_meeting_names_who_did_not_come_to_all_who_did(counted):
+def test_a_meeting_names_who_did_not_come_to_all_who_did(counted, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "SAY_AFTER_S", 1)
     said = meet_all([0, 1, 2, 4, 6], 7, 2)
+    assert re.fullmatch(r"WORLD_SIZE is 7: rank 0 waits up to [01] s more for rank 3, 5\n", capsys.readouterr().err)
     port = os.environ["MASTER_PORT"]
     assert said == [f"rank 3, 5 of 7 did not arrive within 2 s at 127.0.0.1:{port}: see how they ended; each training "
                     "needs a MASTER_PORT of its own"] * 5
