@@ -67,8 +67,9 @@ def claim_folder(out, settings, items, whole):
         earlier = {"version": "1.0.0", **earlier}  # which did not write it
         for key in settings:
             if earlier.get(key) != settings[key]:
-                raise InputError(f"{out} has draws with {key} {earlier.get(key)}, not {settings[key]}; name a new "
-                                 "folder.")
+                other = (f"another --{key}, or other content in it" if key in ("model", "target") else
+                         f"{key} {earlier.get(key)}, not {settings[key]}")
+                raise InputError(f"{out} has draws with {other}; name a new folder.")
         ids, known = {item["id"] for item in items}, {record["id"] for record in records}
         others = sorted(known - ids)
         if others and not (whole and known & ids):

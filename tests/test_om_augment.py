@@ -584,7 +584,7 @@ def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkey
     write_volume(tmp_path / "targets/masksTr/outer.nii.gz", mask, above)
     capsys.readouterr()
     assert run(*words) == 43
-    assert "has draws with target" in capsys.readouterr().err
+    assert "has draws with another --target, or other content in it; name a new folder" in capsys.readouterr().err
 
 
 def test_a_target_that_cannot_be_used_is_left_out_in_every_process(data, capsys):
