@@ -174,13 +174,18 @@ SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. -])?(?P<word>d?segm?|aseg|synthseg
 ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
 BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # starts a name: sub-01_ses-02_T1w belongs to subject sub-01
+# ADNI_002_S_0413_MR_..._I40657 and PPMI_3102_MR_..._I3862 belong to 002_S_0413 and 3102; the rest tells the scan.
+LONI = re.compile(r"(?<![A-Za-z0-9])[0-9]{3}_S_[0-9]{4}(?![0-9])|(?<=^[A-Z]{4}_)[0-9]+(?=_(?:MR|PT)_.+_I[0-9]+$)")
 # The end of a name may tell the scans of one subject apart: by their contrast, a time or a side.
-CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2[wf]?|FLAIR|PDw?|STIR|MPRAGE|SWI|DWI|HBV|ADC|DTI|ASL|LGE|CTA?|"
-                      r"CBCT|MRA|MRI?|PE?T)$", re.I)
-TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|tp|MR)[_-]?[0-9]+|BL|FU|"
+CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2(?:[wf]|[_-]SPACE)?|FLAIR|PDw?|STIR|MPRAGE|SWI|DWI|HBV|ADC|"
+                      r"DTI|ASL|LGE|CTA?|CBCT|MRA|MRI?|PE?T)$", re.I)
+TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|tp|MR)[_-]?[0-9]+|T[0-9]0?|"
+                  r"(?:MR_)?d[0-9]{4}|BL|FU|"
                   r"baseline|follow-?up|(?:pre|post)(?:-?op|-?contrast)?|before|after|[ie]BHCT|(?:insp|exp)(?:iration)?|"
                   r"inhale|exhale|E[DS]|left|right|[LR]|[lr]h|(?:19|20)[0-9]{6})$|"
-                  r"(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$", re.I)
+                  r"(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$|"
+                  r"(?<=[0-9]{3})[_-]V[0-9]{1,2}$|"  # shorter numbers may be those of a study: group2_v17
+                  r"(?<=^[0-9]{7})_[0-9]{5}_[0-9]_[0-9]$", re.I)  # UK Biobank: person, field, visit, array
 # So may what was done to a scan: case_7 and case_7_brain are one subject.
 PROCESSED = re.compile(r"(?:[_-](?:brain|bet|ss|(?:skull_?)?strip(?:ped|ping)?|defaced|n4|"
                        r"bias_?corr(?:ected)?|corrected|restored?|norm(?:ali[sz]ed)?|reg(?:istered)?|resampled|"
@@ -821,8 +826,8 @@ def name_subjects(root, items, pattern=""):
     """Give each item its subject, in place.
 
     The first of these that applies: the subject in the list; the group of the regular expression `pattern`, which must
-    match in every image path below the data folder; sub-XX at the start of a BIDS name; X_0001 if all names of the data
-    set end like X_0001_0000 and X_0001_0001; what `_by_folder` finds.
+    match in every image path below the data folder; sub-XX at the start of a BIDS name, or the number in one of LONI;
+    X_0001 if all names of the data set end like X_0001_0000 and X_0001_0001; what `_by_folder` finds.
     Items without a modality get that of their name, see `read_datalist`.
     root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" if the list names none.
     Raises InputError for an unusable pattern, or one that finds no subject in an image path.
@@ -848,8 +853,8 @@ def name_subjects(root, items, pattern=""):
                 raise InputError(f"data.subject_pattern \"{pattern}\" finds no subject in {path}; correct it, or name "
                                  "the subjects in a list.")
             item["subject"] = match[1]
-        elif bids := BIDS.match(stem):
-            item["subject"] = bids[0]
+        elif named := BIDS.match(stem) or LONI.search(stem):
+            item["subject"] = named[0]
         else:
             item["subject"] = stem.rpartition("_")[0] if are_channels else person
 
@@ -868,16 +873,16 @@ def _by_folder(items, base):
 
     Contrast, TIME and PROCESSED at the end of a name tell no subject: case_7 of case_7_t1, case_7_flair, case_7_frame01
     and case_7_t1_brain; the rest of a folder's name has to have a number and be no GROUP. A folder counts if its name
-    has a number, is no contrast and no GROUP, and stands as a whole in the id, and if it holds at most MOST_SCANS
-    volumes and not the whole data set; of several, the outermost.
+    has a number, is no contrast and no GROUP, and stands as a whole in the id, unless that names a DICOM series, and if
+    it holds at most MOST_SCANS volumes and not the whole data set; of several, the outermost.
     """
     around = {}  # {folder of images: of itself and those around it, the ones that may be somebody's}
     for folder in {item["image"].parent for item in items}:
         inner = _below(base, folder)
         around[folder] = [each for each in (*reversed(inner.parents), inner) if re.search("[0-9]", each.name)
                           and _without_scan(each.name) and not GROUP.fullmatch(each.name)]
-    chains = [[folder for folder in around[item["image"].parent]
-               if re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", item["id"])] for item in items]
+    chains = [[folder for folder in around[item["image"].parent] if not ends_in(item["image"], SUFFIXES) or
+               re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", item["id"])] for item in items]
     inside = collections.Counter(itertools.chain(*chains))
     folders = [next((folder for folder in chain if inside[folder] < min(len(items), MOST_SCANS + 1)), None)
                for chain in chains]

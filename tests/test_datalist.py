@@ -287,11 +287,30 @@ def test_explicit_subject_and_modality_win(tmp_path):
     ("sub-01", "sub-01"), ("sub-OAS3_ses-1_T1w", "sub-OAS3"), ("sub-01-T1w", "sub-01"), ("sub_01", "sub_01"),
     ("x_sub-01_T1w", "x_sub-01"), ("sub-", "sub-"), ("p01_tp2_T1w", "p01"), ("anna_T1w", "anna"),
     ("copd1_iBHCT", "copd1"), ("case_07_exp", "case_07"), ("p12_ED", "p12"), ("p12-post-op", "p12"),
-    ("hippo_003_L", "hippo_003"), ("case_2_followup_T1w", "case_2"), ("anna_left", "anna_left")])
+    ("hippo_003_L", "hippo_003"), ("case_2_followup_T1w", "case_2"), ("anna_left", "anna_left"),
+    # Scans of one person in DIR-Lab, OASIS-3, HCP Aging, OAI, SPIDER, UK Biobank, ADNI and PPMI
+    ("case1_T00", "case1"), ("case1_T50", "case1"), ("p1_T0", "p1"), ("OAS30001_MR_d0129", "OAS30001"),
+    ("HCA6002236_V1_MR", "HCA6002236"), ("9000099_V00_LEFT", "9000099"), ("group2_v17", "group2_v17"),
+    ("1_t2_SPACE", "1"), ("1000012_20252_3_0", "1000012"), ("002_S_0413_I40657", "002_S_0413"),
+    ("ADNI_002_S_0413_MR_MPR_Br_20070216_S14782_I40657", "002_S_0413"),
+    ("PPMI_3102_MR_MPRAGE_br_raw_20120101_S1_I3862", "3102")])
 def test_subject_of_a_name(tmp_path, name, subject):
     write(tmp_path / f"{name}.nii.gz")
-    modality = "T1w" if name.endswith("T1w") else ""
+    modality = {"T1w": "T1w", "_MR": "MR", "ACE": "t2_SPACE"}.get(name[-3:], "")
     assert told(read_datalist(tmp_path), "subject", "modality") == [(subject, modality)]
+
+
+def test_the_dicom_series_of_a_person_belong_together(tmp_path):
+    """As ADNI and TCIA lay them out: the names of series do not tell whose they are."""
+    series = ["ADNI/002_S_0413/MPRAGE/2006-05-19/I14782", "ADNI/002_S_0413/MPRAGE/2007-05-19/I24782",
+              "ADNI/011_S_0002/MPRAGE/2005-05-19/I9107", "PROSTATEx/ProstateX-0000/07-07-2011-NA-MR/3.0-t2sag-75680",
+              "PROSTATEx/ProstateX-0000/07-07-2011-NA-MR/4.0-t2tra-00702"]
+    for folder in series:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "1.dcm").write_bytes(bytes(128) + b"DICM")
+    assert told(list_volumes(tmp_path), "id", "subject") == [
+        ("3.0-t2sag-75680", "ProstateX-0000"), ("4.0-t2tra-00702", "ProstateX-0000"), ("I14782", "002_S_0413"),
+        ("I24782", "002_S_0413"), ("I9107", "011_S_0002")]
 
 
 def test_a_number_before_that_of_the_volume_is_no_subject_unless_all_names_end_in_a_channel(tmp_path):
