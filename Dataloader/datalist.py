@@ -77,13 +77,19 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
 
 
 def _tell_what_is_unused(root, items, unused, passed):
-    """Warn of segmentations while volumes lack a label, and of volumes that are not read. unused, passed: as from
-    `_read_items`."""
+    """Warn of segmentations while volumes lack a label or have only a mask, and of volumes that are not read. unused,
+    passed: as from `_read_items`."""
     lacking = sum(not item["label"] and not item["mask"] for item in items)
-    if lacking and unused:
-        print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and {len(unused)} of the "
+    labels = [] if list_file(root) else [item["label"] for item in items if item["label"]]
+    masks = [label for label in labels if (match := SEGMENTATION.fullmatch(_stem(label))) and _is_mask(match)]
+    if unused and (lacking or masks):
+        only = f" and {len(masks)} only a mask" if masks else ""
+        print(f"warning: {root}: {lacking} of {len(items)} volumes have no label{only}, and {len(unused)} of the "
               f"segmentations match no volume, such as {unused[0]}: name them after their images, or list both in a "
               ".csv.", file=sys.stderr)
+    elif 0 < len(masks) < len(labels):
+        print(f"warning: {root}: the labels of {len(masks)} volumes are masks, such as {masks[0]}, and those of "
+              f"{len(labels) - len(masks)} are not: list images, labels and masks in a .csv.", file=sys.stderr)
     elif lacking and (path := _derived_segmentation(root)):
         print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and derivatives is not read, which "
               f"holds segmentations such as {path}: to use them, list images and labels in a .csv.", file=sys.stderr)
@@ -168,9 +174,11 @@ def _below(base, path):
 
 # A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
 # one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
-SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. -])?(?P<word>d?segm?|aseg|synthseg|segmentations?|labels?|labelmap|"
-                          r"(?:(?<!desc-)(?:brain|bet)[_-]?)?masks?|msk|gt|ground_?truth|gtv[a-z]?|wmh|staple|probseg)"
+SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. +-])?(?P<word>d?segm?|aseg|wmparc|ribbon|synthseg|segmentations?|"
+                          r"annotations?|labels?|labelmap|(?:(?<!desc-)(?:brain|bet)[_-]?)?masks?|msk|gt|ground_?truth|gtv[a-z]?|"
+                          r"wmh|staple|probseg|pve(?:seg)?|(?:brainsegmentation)?posteriors?)"
                           r"(?:[_-]?(?P<number>[0-9]+))?", re.I)
+SHARES = re.compile("probseg|pve|posterior", re.I)  # such words mark shares of tissues, neither images nor label maps
 ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
 BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # starts a name: sub-01_ses-02_T1w belongs to subject sub-01
@@ -212,6 +220,11 @@ def volume_id(path):
 def is_named_segmentation(path):
     """Whether the name of a file marks it as a segmentation, such as sub-01_dseg.nii.gz."""
     return bool(SEGMENTATION.fullmatch(_stem(path)))
+
+
+def _is_mask(match):
+    """Whether a match of SEGMENTATION is the name of a mask."""
+    return match["word"].lower().rstrip("s").endswith("mask")
 
 
 def _without_scan(name):
@@ -304,9 +317,9 @@ class Folder:
         found = {}
         for name in self.volumes:
             match = SEGMENTATION.fullmatch(_stem(name))
-            if match and match["word"].lower() != "probseg":  # shares of one tissue, neither image nor label map
-                entry = (match["word"].lower().rstrip("s").endswith("mask"), name)
-                found.setdefault(ENTITIES.sub("", match["of"] or match["number"] or ""), []).append(entry)
+            if match and not SHARES.search(match["word"]):
+                of = ENTITIES.sub("", match["of"] or match["number"] or "")
+                found.setdefault(of, []).append((_is_mask(match), name))
         return found
 
     @functools.cached_property
@@ -435,7 +448,7 @@ def _from_paths(root, paths, channels):
     for folder in set(itertools.chain(*places.values())):
         found.update(folder / name for name in listed(folder).volumes)
     used = {item["label"] for item in items}
-    return items, sorted(path for path in found - used if not re.search("probseg", path.name, re.I))
+    return items, sorted(path for path in found - used if not SHARES.search(path.name))
 
 
 def _of_same_name(folder, image, listed, channels):
@@ -509,7 +522,7 @@ def _derived_segmentation(root):
         inner[:] = sorted(name for name in inner if name not in ("func", "figures", "log", "logs"))
         for name in sorted(names):
             if (ends_in(name, NIFTI) and is_named_segmentation(name) and name[0] != "."
-                    and not re.search("probseg|mask", name, re.I)):
+                    and not SHARES.search(name) and "mask" not in name.lower()):
                 return Path(folder, name)
     return None
 

@@ -735,6 +735,14 @@ def test_results_of_an_earlier_run_are_no_images_unless_a_pattern_asks_for_them(
       "p02_frame07": ("p02", "", None)}),
     ("case_1/imaging.nii.gz case_1/segmentation.nii.gz case_2/imaging.nii.gz",
      {"case_1_imaging": ("case_1", "", "segmentation"), "case_2_imaging": ("case_2", "", None)}),
+    (" ".join(f"case_{one}/{name}.nii.gz" for one in (1, 2) for name in (
+        "imaging", "segmentation", "instances/kidney_instance-1_annotation-1")),  # KiTS23
+     {f"case_{one}_imaging": (f"case_{one}", "", "segmentation") for one in (1, 2)}),
+    ("s1/norm.nii.gz s1/aseg.nii.gz s1/aparc+aseg.nii.gz s1/wmparc.nii.gz s1/ribbon.nii.gz "
+     "s2/norm.nii.gz s2/aseg.nii.gz",
+     {"s1_norm": ("s1", "", "aseg"), "s2_norm": ("s2", "", "aseg")}),  # FreeSurfer
+    ("s1/s1_ExtractedBrain0N4.nii.gz s1/s1_BrainSegmentationPosteriors1.nii.gz s2/s2_ExtractedBrain0N4.nii.gz",
+     {f"s{one}_ExtractedBrain0N4": (f"s{one}", "", None) for one in (1, 2)}),  # ANTs
     ("volume-0.nii.gz segmentation-0.nii.gz volume-1.nii.gz",
      {"volume-0": ("volume-0", "", "segmentation-0"), "volume-1": ("volume-1", "", None)}),
     ("img/img0001.nii.gz Label/label0001.nii.gz img/img0002.nii.gz",
@@ -796,13 +804,26 @@ def test_layouts_of_well_known_data_sets(tmp_path, capsys, names, expected):
     ("a.nii.gz b.nii.gz mask.nii.gz", "2 of 2 .* and 1 of .* such as .*mask.nii.gz"),
     ("a.nii.gz a_seg.nii.gz b.nii.gz b_lesion_seg.nii.gz", "1 of 2 .* and 1 of .* such as .*b_lesion_seg.nii.gz"),
     ("averaged/d_avg.nii.gz other/d_avg_seg.nii.gz", "1 of 1 .* and 1 of .* such as .*d_avg_seg.nii.gz"),
-    ("images/a.nii.gz labels/lab.nii.gz", "1 of 1 .* and 1 of .* such as .*labels/lab.nii.gz")])
+    ("images/a.nii.gz labels/lab.nii.gz", "1 of 1 .* and 1 of .* such as .*labels/lab.nii.gz"),
+    ("s1/norm.nii.gz s1/aparc+aseg.nii.gz", "1 of 1 .* and 1 of .* such as .*s1/aparc.aseg.nii.gz"),
+    ("a_T1W.nii.gz a_brainmask.nii.gz a_consensus_gt.nii.gz",
+     "0 of 1 volumes have no label and 1 only a mask, and 1 of .* such as .*a_consensus_gt.nii.gz")])
 def test_segmentations_of_no_image_are_told_and_are_no_images(tmp_path, capsys, names, lost):
     make(tmp_path, names)
-    assert not any("seg" in item["id"] or "mask" in item["id"] for item in list_volumes(tmp_path))
+    assert not any(re.search("seg|mask|gt", item["id"]) for item in list_volumes(tmp_path))
     assert re.search(lost + ": name them after their images, or list both", capsys.readouterr().err)
     list_volumes(tmp_path, quiet=True)
     assert not capsys.readouterr().err
+
+
+def test_masks_among_other_labels_are_told(tmp_path, capsys):
+    """FSL's mask of the head and the tissues of the brain once were labels of one training."""
+    make(tmp_path, "s1.nii.gz s1_brain.nii.gz s1_brain_mask.nii.gz s1_brain_seg.nii.gz s1_brain_pve_0.nii.gz "
+         "s1_brain_pveseg.nii.gz")
+    assert {item["id"]: item["label"].name for item in list_volumes(tmp_path)} == {
+        "s1": "s1_brain_mask.nii.gz", "s1_brain": "s1_brain_seg.nii.gz"}
+    assert re.search("the labels of 1 volumes are masks, such as .*s1_brain_mask.nii.gz, and those of 1 are not: list",
+                     capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("names, told", [
