@@ -68,8 +68,9 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
     for item in items:
         before = by_id.setdefault(as_stored(item["id"]), item)
         if before is not item:
+            advice = "" if list_file(root) else 'choose the images by a pattern such as "Data/**/*_T1w.nii.gz", '
             raise InputError(f"{root}: two volumes have the id {item['id']} ({before['image']} and {item['image']}); "
-                             "rename or remove one, or give each its own id in a .csv list.")
+                             f"{advice}rename or remove one, or give each its own id in a .csv list.")
     name_subjects(root, items, pattern)
     if not quiet:
         _tell_what_is_unused(root, items, unused, passed)

@@ -117,7 +117,7 @@ def test_ids_that_select_nothing_name_what_exists():
     ("imagesTr/a_1.nii.gz imagesTr/a_2.nii.gz labelsTr/a_2.nii.gz", None, "",
      r"labelsTr/a_1\.nii\.gz: the label of .* is missing; restore it"),
     ("one/a_1.nii.gz two/a_1.nii", None, "",
-     r"two volumes have the id a_1 \(.*one/a_1\.nii\.gz and .*two/a_1\.nii\)"),
+     r"two volumes have the id a_1 \(.*one/a_1\.nii\.gz and .*two/a_1\.nii\); choose the images by a pattern such as "),
     ("s_1.nii.gz masksTr/mask_1.nii.gz", None, "",
      r"masksTr: no mask has the name of an image, such as s_1\.nii\.gz; rename the masks or remove"),
     ("a_1_seg.nii.gz", None, "",
