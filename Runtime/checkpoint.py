@@ -65,7 +65,8 @@ def save(run, relative, state, metrics=None, best=None):
     """Write `state` to `run/relative`, read it back, then list it in the manifest.
 
     metrics: {name: number or None}; NaN becomes null. best: the score that the manifest's best is chosen by, higher is
-    better: (metric name, value, name of the data measured). A crash leaves the old file or the new one.
+    better: (metric name, value, name of the data measured); None if nothing was measured now; () if nothing can be, as
+    no volume is held out: then no checkpoint is the best. A crash leaves the old file or the new one.
     Returns: the manifest entry.
     Raises OSError naming the file and the free space if it cannot be written or reads back differently (earlier files
     stay), ValueError for a missing key or non-finite weights, TypeError for a value that torch.load would refuse.
@@ -75,14 +76,15 @@ def save(run, relative, state, metrics=None, best=None):
     if metrics:
         metrics = {name: float(value) if value is not None and math.isfinite(value) else None
                    for name, value in metrics.items()}
-    if best is not None:
-        best = {"checkpoint": relative, "metric": best[0], "value": float(best[1]), "measured_on": best[2]}
+    score = best and {"checkpoint": relative, "metric": best[0], "value": float(best[1]), "measured_on": best[2]}
     partial = partial_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _write_and_read_back(partial, plain)
-        entry = {**_entry(partial, plain, metrics), **({"score": best} if best else {})}
+        entry = {**_entry(partial, plain, metrics), **({"score": score} if score else {})}
         manifest = _manifest(run, _stderr)
+        if best == ():
+            manifest["best"] = None
         best = new_best(run, manifest, relative, entry)
         # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
         write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})

@@ -534,6 +534,9 @@ def test_the_best_is_the_highest_of_its_metric_and_a_new_metric_or_other_volumes
         found.append(best(run))
     assert found[:-1] == [(name(1), 0.5), *[(name(2), 0.7)] * 3, (name(5), 0.1), *[(name(6), 0.05)] * 2]
     assert found[-1] == (name(2), 0.7), "of all that stand, not of those since then"
+    for score in ((), None):
+        save_epochs(run, 9, best=score)
+        assert manifest(run)["best"] is None, "nothing is held out any more"
 
 
 def test_the_best_of_weights_that_are_gone_counts_no_more(run):
