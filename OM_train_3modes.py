@@ -451,8 +451,11 @@ def train(cfg, args, ranks, folder):
     run = set_up(cfg, args, ranks, folder)
     cfg, progress, split, is_main = run.cfg, run.progress, run.split, ranks.rank == 0
     inputs = {mode.data for mode in run.modes}
-    if is_main:
+    if is_main and progress.epoch < cfg["run.epochs"]:
         training_state.announce(run)
+    elif is_main:  # the records stay those of the launches that have trained
+        print(f"{folder}: all of its {progress.epoch} epochs are done, so nothing is trained: raise run.epochs to "
+              "train on, or add --fresh to begin a new run")
     profile, pace = new_profile(args.profile, progress.step, ranks.rank, folder, run.device), new_pace()
     # Steps of this launch, seconds of the last one and of the last validation, the agreed reason to leave.
     steps_here, step_s, validation_s, leave = 0, 0.0, 0.0, None

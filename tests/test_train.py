@@ -27,14 +27,16 @@ import OM_train_3modes as om
 from Dataloader.dataset import end_workers, read_datasets
 from Diffusion.networks import NETWORKS, build_network
 from Diffusion.optim import footprint, replicated
-from Inference.load_model import load_model
+from Inference.load_model import find_checkpoint, load_model
 from Inference.registration import register
 from Report.run import headline, state_of
 from Report.run_logs import read_run
 from Runtime import checkpoint, provenance
+from Runtime.config import save_config
 from Runtime.device import PRECISIONS, precision
 from Runtime.errors import InputError
 from Runtime.files import partial_path
+from Runtime.run_lock import run_folder
 from Supervisor import attempts
 from tests import launching, warm
 from tests.tiny import (
@@ -408,9 +410,28 @@ def test_the_rate_is_that_of_the_config_whatever_the_optimizer_was_made_with(mon
 
 
 def test_finished_run_says_so_and_trains_no_further(data, tmp_path, finished, whole, capfd):
-    assert train(data, tmp_path, **CARRIED) == 0
-    assert f"weights {final_sha256(whole)}" in capfd.readouterr().out
+    """And its records stay those of what was trained, whatever the config says now."""
+    records = [finished / "data.csv", *(finished / "launches").rglob("*.*")]
+    before = [path.read_bytes() for path in records]
+    changes = {**CARRIED, "optim__lr": 0.5, "data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0}
+    assert train(data, tmp_path, **changes) == 0
+    said = capfd.readouterr().out
+    assert f"weights {final_sha256(whole)}" in said and "trained on instead of held out: 2" in said
+    assert "all of its 2 epochs are done, so nothing is trained: raise run.epochs" in said
     assert len(log_lines(tmp_path, "step")) == STEPS
+    assert [finished / "data.csv", *(finished / "launches").rglob("*.*")] == records
+    assert [path.read_bytes() for path in records] == before
+    other = run_folder(config(tmp_path, **QUICK, **changes), fresh=True)
+    (other / "launches/0000").mkdir(parents=True)
+    save_config(config(tmp_path, **QUICK, **changes), other / "launches/0000/config.yaml")
+    assert run_folder(config(tmp_path, **QUICK, **CARRIED)) == finished, "the run with these settings"
+
+
+def test_a_run_that_no_longer_holds_volumes_out_has_no_best_checkpoint(data, tmp_path, finished):
+    assert find_checkpoint(finished).name == json.loads((finished / "manifest.json").read_text())["best"]["checkpoint"]
+    all_volumes = {**CARRIED, "data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0, "data__repeats": 1}
+    assert train(data, tmp_path, run__epochs=3, **all_volumes) == 0
+    assert find_checkpoint(finished).name == "000003_demo_om_net.pth"
 
 
 @pytest.mark.slow
@@ -598,7 +619,7 @@ def test_validation_comes_every_so_many_epochs_and_at_the_end(data, tmp_path, ca
     assert ["val_ang" in line for line in log_lines(tmp_path, "epoch")] == [False, True, True]
     assert train(data, tmp_path, run__epochs=2, **one_step) == 0
     assert "done: 3 epochs" in capsys.readouterr().out, "run.epochs asks for two, but three are done"
-    assert headline(read_run(next((tmp_path / "Models").iterdir())), [])[0][:2] == ("Epochs", 3)
+    assert headline(read_run(next((tmp_path / "Models").iterdir())), [])[0][:2] == ("Epochs", "3 of 3")
 
 
 def test_the_newest_checkpoints_stay_and_those_of_every_so_many_epochs(data, tmp_path):

@@ -101,9 +101,13 @@ def final_weights(folder, epochs=SCALED["run.epochs"]):
 
 
 def resumed_at(folder, launch_number=1):
-    """The step from which a later launch went on."""
+    """The step from which a later launch went on, None without one. A launch that finds all epochs done keeps no record
+    of itself but its attempt."""
     path = run_of(folder) / f"launches/{launch_number:04d}/launch.json"
-    return json.loads(path.read_text())["step"] if path.exists() else None
+    begins = [line for line in read_lines(run_of(folder) / "attempts.jsonl") if line["event"] == "begin"]
+    if path.exists():
+        return json.loads(path.read_text())["step"]
+    return begins[launch_number]["durable"] if launch_number < len(begins) else None
 
 
 def new_folder(parent, name, **settings):
