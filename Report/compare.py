@@ -32,6 +32,17 @@ def short_names(runs):
     raise InputError(f"{runs[0]}: the same run is named twice; name each run once.")
 
 
+def launches_behind(found):
+    """The launches of a run whose steps are in its result, oldest first; the newest launch if no step is."""
+    launches, steps = [], found["once"]["step"]
+    resumed = steps.max(initial=-1) + 1  # where the next launch goes on
+    for launch in found["launches"][::-1]:
+        if launch.get("step", resumed) < resumed:
+            resumed = launch["step"]
+            launches.insert(0, launch)
+    return launches or found["launches"][-1:]
+
+
 def figures(found):
     """{name: value} of a run's outcome: state, epochs, steps, final losses and scores, time, rank hours, goodput."""
     kinds, _ = add_up(found)
@@ -71,7 +82,7 @@ def compared(runs, out):
     if len(runs) < 2:
         raise InputError(f"compare {runs[0]}: name two runs or more.")
     names, runs = short_names(runs), [read_run(run) for run in runs]
-    keys = differing_keys([settings_of(found["launches"][-1]) if found["launches"] else {} for found in runs], PLACES)
+    keys = differing_keys([list(map(settings_of, launches_behind(found))) for found in runs], PLACES)
     columns = [figures(found) for found in runs]
     rows = [[name, *(column.get(name) for column in columns)]
             for name in dict.fromkeys(name for column in columns for name in column)]

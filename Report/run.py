@@ -9,6 +9,7 @@ run_logs.read_run returns.
 """
 import argparse
 import base64
+import itertools
 import json
 import sys
 import time
@@ -280,11 +281,18 @@ def profile_html(found):
 # Config and environment
 # ---------------------------------------------------------------------------------------------------------------------
 
-def differing_keys(configs, without=()):
-    """[(key, value in each config as text, "-" if absent)] of the keys in which flat configs differ, but `without`."""
-    keys = sorted({key for cfg in configs for key in cfg} - set(without))
-    return [(key, *(json.dumps(cfg[key]) if key in cfg else "-" for cfg in configs)) for key in keys
-            if len({json.dumps(cfg.get(key)) for cfg in configs}) > 1]
+def differing_keys(runs, without=()):
+    """[(key, value in each run as text, "-" if absent)] of the keys in which runs differ, but `without`.
+
+    runs: for each the flat configs of its launches, oldest first; a value that was changed reads "8 then 4".
+    """
+    rows = []
+    for key in sorted({key for configs in runs for cfg in configs for key in cfg} - set(without)):
+        texts = [[json.dumps(cfg[key]) if key in cfg else "-" for cfg in configs] for configs in runs]
+        texts = [" then ".join(text for text, _ in itertools.groupby(each)) or "-" for each in texts]
+        if len({*texts}) > 1:
+            rows.append((key, *texts))
+    return rows
 
 
 def settings_of(launch):
@@ -296,7 +304,7 @@ def config_changes(found):
     """[(heading, rows of `differing_keys`)] from each launch to the next, where any differ."""
     result, launches = [], found["launches"]
     for old, new in zip(launches, launches[1:]):
-        rows = differing_keys([settings_of(old), settings_of(new)])
+        rows = differing_keys([[settings_of(old)], [settings_of(new)]])
         if rows:
             result.append((f"since launch {new['number']}, step {new.get('step', '-')}", rows))
     return result

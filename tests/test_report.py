@@ -305,12 +305,25 @@ def test_compare_puts_runs_side_by_side(tmp_path, capsys):
     assert text.count("<svg") >= 11 and text.count('class="key c2">run-2') >= 9 and "run.models" not in text
 
 
+def test_compare_shows_what_a_run_has_trained_with_not_only_its_newest_launch(tmp_path, capsys):
+    """Nor what no step was trained with: a launch that died before its first step, or whose steps were done again."""
+    runs = [made_up_run(tmp_path / name, 100, optim__lr=1e-4) for name in ("changed", "steady")]
+    config, launch = (runs[0] / f"launches/0000/{name}" for name in ("config.yaml", "launch.json"))
+    for number, (step, lr) in enumerate([(40, 0.7), (20, 2e-4), (60, 1e-4), (100, 0.8)], 1):
+        folder = runs[0] / f"launches/000{number}"
+        folder.mkdir()
+        (folder / "config.yaml").write_text(config.read_text().replace("lr: 0.0001", f"lr: {lr}"))
+        (folder / "launch.json").write_text(json.dumps({**json.loads(launch.read_text()), "step": step}))
+    assert compare.main([*map(str, runs), "--out", str(tmp_path / "compare.html")]) == 0
+    assert re.search(r"^optim.lr +0.0001 then 0.0002 then 0.0001 +0.0001$", capsys.readouterr().out, re.M)
+
+
 def test_launches_of_installs_of_two_versions_differ_in_their_code(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "omnimorph/Runtime/provenance.py"))  # no checkout
     for version in ("1.11.2", "1.12.0"):
         monkeypatch.setattr(provenance, "__version__", version)
         provenance.save_launch(tmp_path, config(), 0, [])
-    assert differing_keys([settings_of(launch) for launch in read_launches(tmp_path)]) == [
+    assert differing_keys([[settings_of(launch)] for launch in read_launches(tmp_path)]) == [
         ("code", '"1.11.2"', '"1.12.0"')]
 
 
@@ -338,9 +351,9 @@ def test_compare_refuses_one_run_and_the_same_one_twice(tmp_path, capsys):
 
 def test_names_and_keys_tell_runs_apart(tmp_path):
     assert short_names([tmp_path / "a/run", tmp_path / "b/run"]) == ["a/run", "b/run"]
-    assert differing_keys([{"a": 1, "run.models": "x", "c": [1]}, {"a": 1, "run.models": "y", "c": [2]}], PLACES) == [
-        ("c", "[1]", "[2]")]
-    assert differing_keys([{"a": 1}, {"a": 1, "b": 2}]) == [("b", "-", "2")]
+    assert differing_keys([[{"a": 1, "run.models": "x", "c": [1]}], [{"a": 1, "run.models": "y", "c": [2]}]],
+                          PLACES) == [("c", "[1]", "[2]")]
+    assert differing_keys([[{"a": 1}], [{"a": 1, "b": 2}], []], ["a"]) == [("b", "-", "2", "-")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
