@@ -11,7 +11,6 @@ import Runtime.unix  # noqa: F401  first: an outdated Python, or Windows, stops 
 
 # isort: split
 import argparse
-import contextlib
 import hashlib
 import importlib.util
 import inspect
@@ -23,6 +22,8 @@ from pathlib import Path
 
 from Inference.choices import EXPORTED, HUB, no_model
 from Report.page import markdown_table
+from Report.run import differing_keys
+from Report.run_logs import launches_behind, lines_of, read_launches
 from Runtime.config import modes_of, overridden
 from Runtime.errors import DONE, InputError, parse_options, run_program
 from Runtime.files import (
@@ -38,6 +39,7 @@ from Runtime.files import (
 )
 from Runtime.manifest import LOST, read_manifest
 from Runtime.provenance import began_from
+from Runtime.run_lock import MAY_DIFFER
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
 PUBLISHED_LICENCE = "Apache-2.0"  # of the published method's repository, its weights included
@@ -124,23 +126,29 @@ def run_of(path):
 
 
 def about_run(path, state):
-    """What the run's folder records about a checkpoint: dict of metrics (may be empty), commit, torch and began, the
-    name of the network it began from or "" (None if not recorded)."""
-    run = run_of(path)
+    """What the run's folder records about a checkpoint: dict of metrics (may be empty), commit, torch and samples (of a
+    step, None if not recorded), changed (text on the settings that were), and began, the name of the network it began
+    from or "" (None if not recorded)."""
+    run, step = run_of(path), state.get("step", 0)
     began = began_from(run)
     # Of a path the name alone, since folders of this machine are nobody else's business; "." has none.
     began = began if not began or began.startswith(HUB) else Path(began).name or "another network"
-    about = {"metrics": {}, "commit": None, "torch": None, "began": began}
+    about = {"metrics": {}, "commit": None, "torch": None, "samples": None, "began": began}
     try:
         about["metrics"] = read_manifest(run)["checkpoints"][path.relative_to(run).as_posix()]["metrics"] or {}
     except (OSError, *LOST):
         pass  # a checkpoint copied out of its run has no metrics
-    for file in sorted(run.glob("launches/*/launch.json")):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # one that a dying machine has cut off
-            launch = json.loads(file.read_text())
-            commit = f"{launch['commit']} with local changes" if launch["changed"] else launch["commit"]
-            if launch["step"] <= state["step"]:
-                about.update(commit=commit, torch=launch["packages"].get("torch"))
+    launches = launches_behind(read_launches(run), step)
+    for launch in launches[-1:]:
+        commit = launch.get("commit")
+        about.update(commit=f"{commit} with local changes" if commit and launch.get("changed") else commit,
+                     torch=launch.get("packages", {}).get("torch"))
+    for line in lines_of(run / "rank0.jsonl"):  # the step stays when data.batchsize or the number of ranks changes
+        if line["event"] == "step" and line.get("step") == step - 1:
+            about["samples"] = line.get("samples")
+    configs = [launch["config"] for launch in launches]
+    left = {key for cfg in configs for key in cfg if key.startswith("run.") and key != "run.seed"} | MAY_DIFFER
+    about["changed"] = "; ".join(f"{key} {values}" for key, values, _ in differing_keys([configs, configs[-1:]], left))
     return about
 
 
@@ -195,11 +203,13 @@ def is_export(path):
 def training_volumes(state):
     """Numbers of training and validation volumes, in words."""
     from Dataloader.dataset import rows_of
-    counts = {}
-    for side in ("train", "val"):
-        rows = [row for row in rows_of(state["data"]) if row[2] == side]
-        counts[side] = f"{len(rows)} (subjects: {len({row[1] for row in rows})})"
-    return f"volumes: {counts['train']}; held out for validation: {counts['val']}"
+    rows, counts = rows_of(state["data"]), {}
+    for side, splits in (("train", ("train", "gone")), ("val", ("val",))):
+        own = [row for row in rows if row[2] in splits]
+        counts[side] = f"{len(own)} (subjects: {len({row[1] for row in own})})"
+    gone = sum(row[2] == "gone" for row in rows)
+    removed = f", {gone} of them removed during the training" if gone else ""
+    return f"volumes: {counts['train']}{removed}; held out for validation: {counts['val']}"
 
 
 def architecture(net, cfg):
@@ -228,15 +238,17 @@ def training(state, cfg, about):
     """The card's table about the training. state: content of the checkpoint. about: from `about_run`."""
     losses = ", ".join(f"{key.removeprefix('loss.')} {value:g}" for key, value in cfg.items()
                        if key.startswith("loss."))
+    samples = cfg["data.global_batchsize"] or about["samples"]
+    changed = [("Changed during the training", about["changed"])] if about["changed"] else []
     return markdown_table(["", ""], [
         ("Data", f"{cfg['data.name']}, {training_volumes(state)}"),
         ("Initial weights", about["began"] or ("random" if about["began"] == "" else "not recorded")),
         ("Length", f"{state['epoch']} epochs and {state['step_in_epoch']} steps, {state['step']} steps in all"),
-        ("Batch", f"{cfg['data.global_batchsize'] or cfg['data.batchsize']} "
-                  f"({'of all ranks' if cfg['data.global_batchsize'] else 'on each rank'})"),
+        ("Batch", f"{samples} (of all ranks)" if samples else f"{cfg['data.batchsize']} (on each rank)"),
         ("Optimizer", f"Adam, learning rate {cfg['optim.lr']:g}"),
         ("Weights exported", "moving average" if state.get("ema") else "as the last step left them"),
         ("Weights of the losses", losses),
+        *changed,
         ("Precision", {"off": "float32"}.get(state["config"]["run.amp"], state["config"]["run.amp"])),
         ("torch", about["torch"] or "not recorded"),
         ("Seed", cfg["run.seed"]),

@@ -14,7 +14,7 @@ from Report.goodput import add_up, goodput
 from Report.page import markdown_table, table_html, text_table, write_page
 from Report.run import differing_keys, duration, epochs_done, settings_of, speed, state_of
 from Report.run_charts import smoothed
-from Report.run_logs import read_run
+from Report.run_logs import launches_behind, read_run
 from Runtime.errors import DONE, InputError, parse_options, run_program
 
 # Keys that say where a run is, not what it does.
@@ -30,17 +30,6 @@ def short_names(runs):
         if len(set(names)) == len(names):
             return names
     raise InputError(f"{runs[0]}: the same run is named twice; name each run once.")
-
-
-def launches_behind(found):
-    """The launches of a run whose steps are in its result, oldest first; the newest launch if no step is."""
-    launches, steps = [], found["once"]["step"]
-    resumed = steps.max(initial=-1) + 1  # where the next launch goes on
-    for launch in found["launches"][::-1]:
-        if launch.get("step", resumed) < resumed:
-            resumed = launch["step"]
-            launches.insert(0, launch)
-    return launches or found["launches"][-1:]
 
 
 def figures(found):
@@ -82,7 +71,9 @@ def compared(runs, out):
     if len(runs) < 2:
         raise InputError(f"compare {runs[0]}: name two runs or more.")
     names, runs = short_names(runs), [read_run(run) for run in runs]
-    keys = differing_keys([list(map(settings_of, launches_behind(found))) for found in runs], PLACES)
+    launches = [launches_behind(found["launches"], found["once"]["step"].max(initial=-1) + 1) or found["launches"][-1:]
+                for found in runs]
+    keys = differing_keys([list(map(settings_of, each)) for each in launches], PLACES)
     columns = [figures(found) for found in runs]
     rows = [[name, *(column.get(name) for column in columns)]
             for name in dict.fromkeys(name for column in columns for name in column)]

@@ -206,3 +206,16 @@ def read_launches(run):
         code = str(launch.get("commit") or "")[:8] or str(launch.get("version") or "-")
         launches.append({**launch, "number": folder.name, "config": flat, "code": code + mark})
     return launches
+
+
+def launches_behind(launches, step):
+    """The launches that have made the first `step` steps of a run, oldest first.
+
+    Left out are those that made no step, and those whose steps were done again. launches: from `read_launches`.
+    """
+    behind = []
+    for launch in launches[::-1]:
+        if launch.get("step", step) < step:
+            step = launch["step"]
+            behind.insert(0, launch)
+    return behind

@@ -3,6 +3,7 @@ import functools
 import http.server
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from Dataloader.synthetic import make_subject
 from Diffusion.networks import build_network
 from Inference.load_model import find_checkpoint, load_model
 from Runtime import checkpoint
+from Runtime.config import save_config
 from Runtime.errors import InputError
 from Runtime.files import partial_path, sha256
 from tests.tiny import config
@@ -28,14 +30,20 @@ ROOT = Path(__file__).parent.parent
 safetensors = pytest.importorskip("safetensors", reason="pip install -r requirements-export.txt")
 
 
+def write_launch(run, cfg, step, commit, changed=False, command=()):
+    folder = run / f"launches/{len(list(run.glob('launches/*'))):04d}"
+    folder.mkdir(parents=True)
+    save_config(cfg, folder / "config.yaml")
+    launch = {"step": step, "commit": commit, "changed": changed, "packages": {"torch": "9.9"},
+              "command": ["OM_train_3modes.py", *command]}
+    (folder / "launch.json").write_text(json.dumps(launch))
+
+
 def make_run(folder, ema=False, changed=False, command=()):
     """A run folder with one checkpoint of random weights. Returns the folder and the weights."""
     cfg = config(folder)
     run = folder / "Models/demo_om_net"
-    (run / "launches/0000").mkdir(parents=True)
-    launch = {"step": 0, "commit": "0123abcd", "changed": changed, "packages": {"torch": "9.9"},
-              "command": ["OM_train_3modes.py", *command]}
-    (run / "launches/0000/launch.json").write_text(json.dumps(launch))
+    write_launch(run, cfg, 0, "0123abcd", changed, command)
     net = build_network(cfg, "cpu")
     generator = torch.Generator().manual_seed(3)
     weights = {name: torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else tensor
@@ -54,6 +62,24 @@ def test_the_card_counts_what_the_checkpoint_says_it_was_trained_on():
     state = {"data": json.dumps({"name": "demo", "volumes": rows})}
     said = OM_export.training_volumes(state)
     assert said == "volumes: 3 (subjects: 2); held out for validation: 1 (subjects: 1)"
+    state = {"data": json.dumps({"name": "demo", "volumes": [*rows, ["d_1", "d", "gone", 5]]})}
+    assert OM_export.training_volumes(state).startswith("volumes: 4 (subjects: 3), 1 of them removed during the tr")
+
+
+def test_the_card_of_a_resumed_run_tells_what_its_steps_were_trained_with(tmp_path):
+    """And nothing of the launches that have not made them: one that died at once, and one that resumed from them."""
+    run, _ = make_run(tmp_path)
+    for step, lr, commit in ((20, 0.3, "died"), (10, 1e-3, "second"), (30, 0.5, "later")):
+        write_launch(run, config(tmp_path, optim__lr=lr, run__threads=2, data__batchsize=1), step, commit)
+    lines = [{"event": "step", "attempt": 0, "step": step, "samples": samples} for step, samples in ((29, 6), (30, 8))]
+    (run / "rank0.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    page = OM_export.export(run)[1].read_text()
+    assert "| Commit | second |" in page and "| Batch | 6 (of all ranks) |" in page
+    assert "| Changed during the training | data.batchsize 2 then 1; optim.lr 0.0001 then 0.001 |" in page
+    for number in range(3):
+        shutil.rmtree(run / f"launches/000{number}")
+    page = OM_export.export(run)[1].read_text()
+    assert "| Commit | not recorded |" in page and "Changed" not in page, "a checkpoint without logs began a run"
 
 
 def same(found, expected):
@@ -168,7 +194,7 @@ def test_keys_that_were_tuned_after_the_training_go_along(tmp_path, capsys):
 
 
 def test_the_card_names_the_modes_of_the_training_alone(tmp_path, monkeypatch):
-    about = {"metrics": {}, "commit": "", "torch": "", "began": ""}
+    about = {"metrics": {}, "commit": "", "torch": "", "samples": None, "changed": "", "began": ""}
     run, _ = make_run(tmp_path)
     net, state = load_model(run)[0], checkpoint.load(run / "000002_demo_om_net.pth")
 
