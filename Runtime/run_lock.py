@@ -148,7 +148,7 @@ def _describe(content, holder):
 def _in_use(run, content, holder, instead):
     """The sentence for a folder whose lock has a living holder. instead: advice, as for `lock`."""
     return (f"{run} is in use by {_describe(content, holder)}: let it finish or stop it, or {instead}; if you know "
-            f"that it is dead, remove {run / 'lock.json'}.")
+            f"that it is dead, or that this is a copy of its folder, remove {run / 'lock.json'}.")
 
 
 def hold(run, token):

@@ -184,7 +184,8 @@ def test_another_machine_of_the_same_name_keeps_its_lock(tmp_path):
     """Such as two that are both called localhost: another boot is no reboot."""
     lock(tmp_path, 60)
     rewrite(tmp_path, boot="of that machine", machine="that one")
-    with pytest.raises(InputError, match="is in use by process"):
+    with pytest.raises(InputError, match=f"is in use by process {os.getpid()} .* that this is a copy of its folder, "
+                                         f"remove {tmp_path / 'lock.json'}"):
         lock(tmp_path, 60)
 
 
