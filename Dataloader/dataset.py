@@ -413,8 +413,8 @@ def with_usable_labels(root, items, cfg):
     if len(usable) < 2:
         permitted = f" that data.label_ids {cfg['data.label_ids']} permits" if cfg["data.label_ids"] else ""
         raise InputError(f"{root}: loss.dice {cfg['loss.dice']} compares the labels of pairs, but {len(usable)} of "
-                         f"{len(items)} training volumes have labels{permitted}, and two are needed; name more, or "
-                         "set loss.dice to 0.")
+                         f"{len(items)} training volumes have labels{permitted}, and two are needed; name more (and "
+                         "run OM_prepare.py again if you use a cache), or set loss.dice to 0.")
     return [item if item["id"] in usable else {**item, "label": None} for item in items]
 
 

@@ -248,7 +248,8 @@ def test_labels_are_found_by_all_ranks_together(data):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"data__label_ids": "3"}, ["but 1 of 6 training volumes have labels that data.label_ids 3 permits", "or set"]),
+    ({"data__label_ids": "3"}, ["but 1 of 6 training volumes have labels that data.label_ids 3 permits",
+                               "run OM_prepare.py again if you use a cache), or set"]),
     ({"data__labelled_pairs": 0.5, "loss__dice": 0}, ["data.labelled_pairs=0.5", "loss.dice is 0"]),
     ({"data__labelled_pairs": 0.5, "data__pair_subjects": "same"}, ["no pair is left among"]),
     ({"data__label_ids": "70-80"}, ["ids \"70-80\" select no volume"]),
