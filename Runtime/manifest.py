@@ -79,7 +79,8 @@ def checkpoint_files(run):
 def new_best(run, manifest, relative, entry):
     """The manifest's best after `relative` is saved: the highest score with the metric and data of the latest one.
 
-    A score does not count if its weights are gone: the file is lost, or the epoch was trained again. None without any.
+    A score does not count if its weights are gone: the file is lost, or the epoch was trained again. Nor does a Dice of
+    labels that were corrected since, which the Dice without registration shows. None without any.
     """
     before, best = manifest["checkpoints"], manifest["best"]
     files = {name: each for name, each in before.items() if not wrong_size(run / name, each)} | {relative: entry}
@@ -89,8 +90,16 @@ def new_best(run, manifest, relative, entry):
     if name in files and files[name].get("weights_sha256") == before[name].get("weights_sha256"):
         scores = [best, *scores]
     last = entry.get("score") or best or {}
-    alike = [score for score in scores if all(score.get(key) == last.get(key) for key in ("metric", "measured_on"))]
+    metrics = {name: each.get("metrics") or {} for name, each in {**before, relative: entry}.items()}
+    alike = [score for score in scores if all(score.get(key) == last.get(key) for key in ("metric", "measured_on"))
+             and (last["metric"] != "val_dice"
+                  or is_near(*(metrics[one["checkpoint"]].get("val_dice_before") for one in (score, last))))]
     return max(alike, key=lambda score: score["value"], default=None)
+
+
+def is_near(one, other):
+    """Whether two numbers differ by no more than the rounding of another machine; True if either is None."""
+    return None in (one, other) or abs(one - other) < 1e-4
 
 
 def trust_again(run, reason):

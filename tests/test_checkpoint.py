@@ -539,6 +539,19 @@ def test_the_best_is_the_highest_of_its_metric_and_a_new_metric_or_other_volumes
         assert manifest(run)["best"] is None, "nothing is held out any more"
 
 
+def test_a_dice_of_labels_that_were_corrected_since_is_not_compared(run):
+    """The Dice without registration, which no weights change, tells of it."""
+    found = []
+    for epoch, (before, dice) in enumerate([(0.5, 0.9), (0.5 + 1e-9, 0.7), (0.4, 0.6), (0.4, 0.5)], 1):
+        save_epochs(run, epoch, metrics={"val_dice_before": before}, best=("val_dice", dice, "x"))
+        found.append(best(run))
+    assert found == [*[(name(1), 0.9)] * 2, *[(name(3), 0.6)] * 2]
+    save_epochs(run, 5)
+    assert best(run) == (name(3), 0.6)
+    save_epochs(run, 6, best=("val_dice", 0.3, "x"))
+    assert best(run) == (name(1), 0.9), "an older version did not store that Dice"
+
+
 def test_the_best_of_weights_that_are_gone_counts_no_more(run):
     """An epoch that is trained again after its file was lost, or with a lower learning rate, may be worse."""
     def again(weights, score):
