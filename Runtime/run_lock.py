@@ -29,7 +29,7 @@ CLAIM_S = 30.0  # longer than reading and writing a lock ever takes
 MAY_DIFFER = {*PATHS, "data.stage", "data.num_workers", "data.prefetch_factor", "data.in_memory",
               "registration.labels"}  # between launches of one run; the training finds the labels
 HIDDEN = -1  # in place of the start time of a process
-HELD = {}  # {run folder: token} of the locks under which this process works
+HELD = {}  # {run folder: (token, its number on the disk)} of the locks under which this process works
 
 
 class TakenOver(InputError):
@@ -153,7 +153,13 @@ def _in_use(run, content, holder, instead):
 
 def hold(run, token):
     """Remember that this process works in a folder under a lock: its own, its launcher's or rank 0's."""
-    HELD[os.path.abspath(run)] = token
+    HELD[os.path.abspath(run)] = token, _number_on_disk(run)
+
+
+def _number_on_disk(folder):
+    """What tells a folder from a new one of the same name; None if there is no folder."""
+    with contextlib.suppress(OSError):
+        return os.stat(folder).st_ino
 
 
 @contextlib.contextmanager
@@ -181,12 +187,13 @@ def require_free(folder, instead="name another --out"):
 
 
 def assert_held(run):
-    """Raise TakenOver if another launch has taken over the folder that this process holds. Other folders pass.
+    """Raise TakenOver if another launch has taken over the folder that this process holds, or if the folder was moved
+    or removed and a later write has made a new one. Other folders pass.
 
     If there is no lock, the last attempt that began in the folder decides: a launch that took over the folder and has
     ended since left one.
     """
-    token = HELD.get(os.path.abspath(run))
+    token, number = HELD.get(os.path.abspath(run), (None, None))
     if token is None:
         return
     try:
@@ -203,6 +210,9 @@ def assert_held(run):
     if owner:
         raise TakenOver(f"{run} was taken over by {owner}, while this process stood still or was cut off: it leaves "
                         "and writes nothing there. Whoever has the folder continues the run.")
+    if not content and _number_on_disk(run) not in (number, None):
+        raise TakenOver(f"{run} was moved or removed while this process wrote there, and is a new folder now; put the "
+                        "old one in its place, and run the same command again.")
 
 
 def touch(run):

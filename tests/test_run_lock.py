@@ -19,7 +19,7 @@ from Inference.results import do_all
 from Runtime import run_lock
 from Runtime.config import save_config
 from Runtime.errors import InputError
-from Runtime.files import is_passing, patiently
+from Runtime.files import is_passing, patiently, write_file
 from Runtime.run_lock import CLAIM_S, TakenOver, assert_held, lock, run_folder, touch, unlock
 from tests import launching
 from tests.tiny import ROOT, config, stand_in
@@ -359,6 +359,22 @@ def test_whoever_had_the_folder_finds_out_that_another_has_it_now(tmp_path):
     with pytest.raises(TakenOver, match="by another run, which has ended since"):
         touch(tmp_path)
     assert not (tmp_path / "lock.json").exists()
+
+
+def test_a_folder_that_was_moved_away_is_not_the_new_one_of_its_name(tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    token = lock(folder, 60)
+    folder.rename(tmp_path / "elsewhere")
+    touch(folder)  # it may come back
+    write_file(folder / "pair_2/warped.nii.gz", b"")
+    with pytest.raises(TakenOver, match="results was moved or removed while this process wrote there"):
+        touch(folder)
+    assert os.listdir(folder) == ["pair_2"]
+    folder.rename(tmp_path / "new")
+    (tmp_path / "elsewhere").rename(folder)
+    touch(folder)
+    unlock(folder, token)
 
 
 def test_who_knows_the_token_joins_and_either_keeps_it_alive(tmp_path):
