@@ -20,7 +20,7 @@ from Diffusion.optim import GradientSums, compare_moments, gather, gather_state,
 from Runtime import agree, checkpoint, launch, watchdog
 from Runtime.device import PRECISIONS, describe, precision
 from Runtime.errors import InputError
-from Runtime.files import remove_leftovers, write_file
+from Runtime.files import listed, remove_leftovers, write_file
 from Runtime.global_batch import Split
 from Runtime.progress import Progress, begin_epoch, from_saved, new_writer, to_saved
 from Runtime.provenance import save_launch
@@ -227,7 +227,11 @@ def announce(run):
     if held_out == 1:
         print("one validation volume makes no pair, so registration is not validated and no checkpoint can be the "
               "best: hold out two volumes (data.val_ids, data.val_fraction)")
-    run.curves = new_writer(Path(cfg["run.logs"]) / run.folder.name, step, run.folder / "pictures")
+    logs = Path(cfg["run.logs"]) / run.folder.name
+    if not step and listed(logs) and len(listed(run.folder / "launches")) == 1:
+        print(f"{logs} has curves of another run, which TensorBoard will no longer show, because this run draws there "
+              "too: give each of several run.models its own run.logs")
+    run.curves = new_writer(logs, step, run.folder / "pictures")
 
 
 def refuse_nonfinite(run, failed):

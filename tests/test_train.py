@@ -434,6 +434,16 @@ def test_a_run_that_no_longer_holds_volumes_out_has_no_best_checkpoint(data, tmp
     assert find_checkpoint(finished).name == "000003_demo_om_net.pth"
 
 
+def test_curves_of_another_run_in_the_same_folder_are_told(data, tmp_path, capsys):
+    short = {"run__epochs": 1, "data__repeats": 1, "data__train_ids": "0-1", "data__expect_samples": 2}
+    for models, told in (("one", False), ("other", True)):
+        code = train(data, tmp_path, "--max-steps-before-restart", "1", run__models=tmp_path / models,
+                     **{**short, "data__repeats": 2})
+        assert code == 42 and ("has curves of another run" in capsys.readouterr().out) == told
+        assert train(data, tmp_path, run__models=tmp_path / models, **short) == 0
+        assert "has curves of another run" not in capsys.readouterr().out, "its own"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="neither such names nor /dev/full are everywhere")
 @pytest.mark.parametrize("outputs", ["> /dev/full 2>&1", ">&- 2> /dev/full"],
