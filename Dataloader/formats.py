@@ -403,13 +403,31 @@ def write_itk(path, array, affine):
     """Write a .nrrd or .mha file, completely and durably.
 
     array: (D, H, W) or (H, W, 1), with a number type in NUMBERS. affine: 4x4, mm, RAS.
+    Raises InputError as `write_by_sitk` does.
+    """
+    sitk = sitk_to_write(path)
+    write_by_sitk(path, lambda name: sitk.WriteImage(itk_image(sitk, array, affine), name, useCompression=True))
+
+
+def sitk_to_write(path):
+    """SimpleITK, for writing this file. Raises InputError if it or the folder of temporary files is missing."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: writing it needs a temporary folder ({error.strerror}): export TMPDIR with a "
+                         "writable one.") from error
+    return import_sitk(path)
+
+
+def write_by_sitk(path, write):
+    """Write a file, completely and durably, with write(name) of SimpleITK, which goes by the suffix of a name.
+
     Raises InputError if the folder of temporary files (TMPDIR) takes no file of this size.
     """
-    sitk = import_sitk(path)
     with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / f"volume{Path(path).suffix}"
+        whole = Path(folder) / f"whole{Path(path).suffix}"
         try:
-            sitk.WriteImage(itk_image(sitk, array, affine), str(whole), useCompression=True)
+            write(str(whole))
         except RuntimeError as error:
             raise InputError(f"{path}: its temporary file {whole} cannot be written ({reason_of(error)}); make room "
                              "there, or set TMPDIR to another folder.") from error

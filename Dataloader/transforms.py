@@ -6,7 +6,6 @@ FreeSurfer use the opposite direction, from moving to fixed.
 """
 import io
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -282,13 +281,11 @@ def write_field_h5(path, field, affine):
     """Write a field as a transform that antsApplyTransforms, Slicer and SimpleITK read. Needs SimpleITK.
 
     field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field, see `into_plane`. affine: 4x4, of the
-    fixed volume.
+    fixed volume. Raises InputError as `write_by_sitk` does.
     """
-    sitk = formats.import_sitk(path)
+    sitk = formats.sitk_to_write(path)
     image = formats.itk_image(sitk, to_itk(field, affine), affine)
-    with tempfile.TemporaryDirectory() as folder:
-        sitk.WriteTransform(sitk.DisplacementFieldTransform(image), f"{folder}/field.h5")
-        write_file(path, Path(folder, "field.h5").read_bytes())
+    formats.write_by_sitk(path, lambda name: sitk.WriteTransform(sitk.DisplacementFieldTransform(image), name))
 
 
 def read_any_field(path, dims=3, across=False):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from Dataloader.datalist import MOST_CHANNELS, is_named_segmentation, volume_id
-from Dataloader.formats import WRITTEN, import_sitk
+from Dataloader.formats import WRITTEN, sitk_to_write
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
     placement_doubts,
@@ -138,7 +138,7 @@ def register_all(args):
         require_own_bids(out)
     for suffix in args.also:
         if suffix == "h5" or f".{suffix}" in WRITTEN:
-            import_sitk(out / f"field.{suffix}")  # reports a missing package before the work
+            sitk_to_write(out / f"field.{suffix}")  # reports a missing package or folder before the work
     args.home = home = out
     tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
     folders = [folder for _, folder in tasks]

@@ -297,22 +297,35 @@ def test_the_name_of_the_voxels_may_be_that_of_a_folder_or_too_long(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the limit holds for a whole process")
-@pytest.mark.parametrize("suffix", [".mha", ".nrrd"])
-def test_a_full_folder_of_temporary_files_is_one_sentence(tmp_path, suffix):
-    program = """if True:
+@pytest.mark.parametrize("suffix, write, axes", [(".mha", "write_volume", 3), (".nrrd", "write_volume", 3),
+                                                 (".h5", "write_field_h5", 4)])
+def test_a_full_folder_of_temporary_files_is_one_sentence(tmp_path, suffix, write, axes):
+    program = f"""if True:
         import resource, sys
         import numpy as np
         from Dataloader.nifti import write_volume
+        from Dataloader.transforms import write_field_h5
         from Runtime.errors import InputError
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
         try:
-            write_volume(sys.argv[1], np.random.default_rng(0).random((30, 30, 30)), np.eye(4))
+            {write}(sys.argv[1], np.random.default_rng(0).random((3, 30, 30, 30)[-{axes}:]), np.eye(4))
         except InputError as error:
             print(error)"""
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / f"v{suffix}")], cwd=tiny.ROOT, text=True,
                           capture_output=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert done.stdout.startswith(f"{tmp_path}/v{suffix}: its temporary file {tmp_path}/"), done.stderr
     assert "make room there, or set TMPDIR" in done.stdout and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", ["h5", "nrrd"])
+def test_a_missing_folder_of_temporary_files_is_told_before_a_registration(tmp_path, monkeypatch, capsys, suffix):
+    write_volume(tmp_path / "v.nii.gz", numbers(), np.eye(4))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
+    words = ["--fixed", str(tmp_path / "v.nii.gz"), "--moving", str(tmp_path / "v.nii.gz"), "--also", suffix]
+    assert OM_register.main([*words, "--out", str(tmp_path / "out")]) == 43
+    assert re.search(rf"field.{suffix}: writing it needs a temporary folder .*export TMPDIR", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("suffix", [".mha", ".mhd"])
