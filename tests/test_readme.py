@@ -268,7 +268,8 @@ def walk_python(block, folder, environment):
         return
     done = launching.run([".venv/bin/python", "-"], input=block["text"], cwd=folder, env=environment)
     print(f"{block['text']}{done.stdout}{done.stderr}")
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    # Other libraries may warn of their own, as MONAI does of decoders that are not installed.
+    assert done.returncode == 0 and (absent or not done.stderr), done.stderr
 
 
 def can_import(name):
