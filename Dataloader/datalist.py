@@ -195,6 +195,8 @@ TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|
                   r"(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$|"
                   r"(?<=[0-9]{3})[_-]V[0-9]{1,2}$|"  # shorter numbers may be those of a study: group2_v17
                   r"(?<=^[0-9]{7})_[0-9]{5}_[0-9]_[0-9]$", re.I)  # UK Biobank: person, field, visit, array
+# SPM and CAT12 put letters before the name of a scan: its tissues c1anna_1 and mwp1anna_1, its fields y_anna_1.
+MADE_BY_SPM = re.compile(r"(?:i?y_|[amrsuw]{1,4}|r?m?w?[cp][0-6])(?=[A-Za-z])")
 # So may what was done to a scan: case_7 and case_7_brain are one subject.
 PROCESSED = re.compile(r"(?:[_-](?:brain|bet|ss|(?:skull_?)?strip(?:ped|ping)?|defaced|n4|"
                        r"bias_?corr(?:ected)?|corrected|restored?|norm(?:ali[sz]ed)?|reg(?:istered)?|resampled|"
@@ -841,7 +843,8 @@ def name_subjects(root, items, pattern=""):
 
     The first of these that applies: the subject in the list; the group of the regular expression `pattern`, which must
     match in every image path below the data folder; sub-XX at the start of a BIDS name, or the number in one of LONI;
-    X_0001 if all names of the data set end like X_0001_0000 and X_0001_0001; what `_by_folder` finds.
+    X_0001 if all names of the data set end like X_0001_0000 and X_0001_0001; what `_by_folder` finds. A volume that SPM
+    or CAT12 has made belongs to the subject of its scan, which lies beside it or one folder above.
     Items without a modality get that of their name, see `read_datalist`.
     root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" if the list names none.
     Raises InputError for an unusable pattern, or one that finds no subject in an image path.
@@ -855,8 +858,9 @@ def name_subjects(root, items, pattern=""):
     if expression and expression.groups != 1:
         raise InputError(f"data.subject_pattern \"{pattern}\" has {expression.groups} groups; put one pair of "
                          "parentheses around the subject, such as \"^([^/]+)/\" for its folder.")
-    are_channels = all(map(CHANNEL.search, stems))
-    for item, stem, person in zip(items, stems, _by_folder(items, base)):
+    are_channels, persons = all(map(CHANNEL.search, stems)), _by_folder(items, base)
+    person_of = {(item["image"].parent, stem): person for item, stem, person in zip(items, stems, persons)}
+    for item, stem, person in zip(items, stems, persons):
         item["modality"] = item["modality"] or _modality(stem)
         if item["subject"]:
             continue
@@ -867,7 +871,12 @@ def name_subjects(root, items, pattern=""):
                 raise InputError(f"data.subject_pattern \"{pattern}\" finds no subject in {path}; correct it, or name "
                                  "the subjects in a list.")
             item["subject"] = match[1]
-        elif named := BIDS.match(stem) or LONI.search(stem):
+            continue
+        if made := MADE_BY_SPM.match(stem):
+            folder, scan = item["image"].parent, stem[made.end():]
+            origin = next((each for each in ((folder, scan), (folder.parent, scan)) if each in person_of), None)
+            stem, person = (scan, person_of[origin]) if origin else (stem, person)
+        if named := BIDS.match(stem) or LONI.search(stem):
             item["subject"] = named[0]
         else:
             item["subject"] = stem.rpartition("_")[0] if are_channels else person

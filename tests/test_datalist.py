@@ -313,6 +313,15 @@ def test_the_dicom_series_of_a_person_belong_together(tmp_path):
         ("I24782", "002_S_0413"), ("I9107", "011_S_0002")]
 
 
+def test_what_spm_has_made_of_a_scan_belongs_to_its_person(tmp_path):
+    """Only beside it, or in CAT12's mri/: elsewhere the same letters may be a name."""
+    make(tmp_path, "anna_1.nii.gz c1anna_1.nii.gz y_anna_1.nii.gz mri/mwp1anna_1.nii.gz other/deep/wanna_1.nii.gz "
+         "sub-02_ses-1_T1w.nii.gz wmsub-02_ses-1_T1w.nii.gz p1_T1.nii.gz wmaria_2.nii.gz")
+    assert dict(told(list_volumes(tmp_path), "id", "subject")) == {
+        **dict.fromkeys(("anna_1", "c1anna_1", "y_anna_1", "mwp1anna_1"), "anna_1"), "wanna_1": "wanna_1",
+        **dict.fromkeys(("sub-02_ses-1_T1w", "wmsub-02_ses-1_T1w"), "sub-02"), "p1_T1": "p1", "wmaria_2": "wmaria_2"}
+
+
 def test_a_number_before_that_of_the_volume_is_no_subject_unless_all_names_end_in_a_channel(tmp_path):
     make(tmp_path, "site_01_0001.nii.gz site_01_0009.nii.gz site_02_0345.nii.gz")
     assert told(read_datalist(tmp_path), "subject") == [("site_01_0001",), ("site_01_0009",), ("site_02_0345",)]
