@@ -196,7 +196,7 @@ TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|
                   r"(?<=[0-9]{3})[_-]V[0-9]{1,2}$|"  # shorter numbers may be those of a study: group2_v17
                   r"(?<=^[0-9]{7})_[0-9]{5}_[0-9]_[0-9]$", re.I)  # UK Biobank: person, field, visit, array
 # SPM and CAT12 put letters before the name of a scan: its tissues c1anna_1 and mwp1anna_1, its fields y_anna_1.
-MADE_BY_SPM = re.compile(r"(?:i?y_|[amrsuw]{1,4}|r?m?w?[cp][0-6])(?=[A-Za-z])")
+MADE_BY_SPM = re.compile(r"i?y_|[amrsuw]{1,4}|r?m?w?[cp][0-6]")
 # So may what was done to a scan: case_7 and case_7_brain are one subject.
 PROCESSED = re.compile(r"(?:[_-](?:brain|bet|ss|(?:skull_?)?strip(?:ped|ping)?|defaced|n4|"
                        r"bias_?corr(?:ected)?|corrected|restored?|norm(?:ali[sz]ed)?|reg(?:istered)?|resampled|"
@@ -872,10 +872,11 @@ def name_subjects(root, items, pattern=""):
                                  "the subjects in a list.")
             item["subject"] = match[1]
             continue
-        if made := MADE_BY_SPM.match(stem):
-            folder, scan = item["image"].parent, stem[made.end():]
-            origin = next((each for each in ((folder, scan), (folder.parent, scan)) if each in person_of), None)
-            stem, person = (scan, person_of[origin]) if origin else (stem, person)
+        here = item["image"].parent
+        origins = [(folder, stem[length:]) for length in range(1, 6) for folder in (here, here.parent)
+                   if MADE_BY_SPM.fullmatch(stem[:length]) and stem[length:length + 1].isalpha()]
+        if origin := next((each for each in origins if each in person_of), None):
+            stem, person = origin[1], person_of[origin]
         if named := BIDS.match(stem) or LONI.search(stem):
             item["subject"] = named[0]
         else:
