@@ -567,9 +567,9 @@ def compare_data(before, now, path):
                    if {identity, row["subject"]} & {*moved} and row["subject"] != new.get(identity, row)["subject"]]
         if renamed:
             identity, was, by_now = renamed[0]
-            advice = (f"subjects have other names now ({identity} is of {by_now}, and was of {was}), so set "
-                      "data.subject_pattern back, or give a list whose column subject has the names in data.csv of the "
-                      "run")
+            advice = (f"subjects have other names now ({identity} is of {by_now}, and was of {was}), from another "
+                      "data.subject_pattern or an update: set the key back, or give a list whose column subject has "
+                      "the names in data.csv of the run")
         raise InputError(f"{path} was trained on {some(moved)}, which would now be held out for validation: {advice}, "
                          "or start a new run with --fresh.")
     # Besides the seed, the order of an epoch depends on the ids of the training volumes alone.
@@ -577,6 +577,8 @@ def compare_data(before, now, path):
                             for rows in (old, new))
     changes = {"added": new.keys() - old.keys(), "gone": old.keys() - new.keys(),
                "of other content": (old.keys() & new.keys()) - set(same),
+               "of another subject": {each for each in old.keys() & new.keys()
+                                      if old[each]["subject"] != new[each]["subject"]},
                "trained on instead of held out": (new_order & old.keys()) - old_order}
     said = [f"volumes {what}: {len(names)} ({some(sorted(names))})" for what, names in changes.items() if names]
     return old_order != new_order, said
