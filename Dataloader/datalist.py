@@ -176,10 +176,10 @@ def _below(base, path):
 # A segmentation is named after its image, or after what the images of a subject or session have in common, followed by
 # one of these words. It may also have the word alone, in a folder of its own, or before a number: label0001 of img0001.
 SEGMENTATION = re.compile(r"(?:(?P<of>.+?)[_. +-])?(?P<word>d?segm?|aseg|wmparc|ribbon|synthseg|segmentations?|"
-                          r"annotations?|labels?|labelmap|(?:(?<!desc-)(?:brain|bet)[_-]?)?masks?|msk|gt|ground_?truth|gtv[a-z]?|"
-                          r"wmh|staple|probseg|pve(?:seg)?|(?:brainsegmentation)?posteriors?)"
+                          r"annotations?|labels?|labelmap|(?:(?<!desc-)(?:brain|bet)[_-]?)?masks?|msk|gt|"
+                          r"ground_?truth|gtv[a-z]?|wmh|staple|probseg|pve(?:seg)?|(?:brainsegmentation)?posteriors)"
                           r"(?:[_-]?(?P<number>[0-9]+))?", re.I)
-SHARES = re.compile("probseg|pve|posterior", re.I)  # such words mark shares of tissues, neither images nor label maps
+SHARES = re.compile("probseg|pve|posteriors", re.I)  # such words mark shares of tissues, neither images nor label maps
 ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that may differ from the image's
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
 BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # starts a name: sub-01_ses-02_T1w belongs to subject sub-01
@@ -189,11 +189,10 @@ LONI = re.compile(r"(?<![A-Za-z0-9])[0-9]{3}_S_[0-9]{4}(?![0-9])|(?<=^[A-Z]{4}_)
 CONTRAST = re.compile(r"(?:^|[_-])(T1(?:w|n|c|ce|gd)?|T2(?:[wf]|[_-]SPACE)?|FLAIR|PDw?|STIR|MPRAGE|SWI|DWI|HBV|ADC|"
                       r"DTI|ASL|LGE|CTA?|CBCT|MRA|MRI?|PE?T)$", re.I)
 TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|tp|MR)[_-]?[0-9]+|T[0-9]0?|"
-                  r"(?:MR_)?d[0-9]{4}|BL|FU|"
-                  r"baseline|follow-?up|(?:pre|post)(?:-?op|-?contrast)?|before|after|[ie]BHCT|(?:insp|exp)(?:iration)?|"
-                  r"inhale|exhale|E[DS]|left|right|[LR]|[lr]h|(?:19|20)[0-9]{6})$|"
+                  r"BL|FU|baseline|follow-?up|(?:pre|post)(?:-?op|-?contrast)?|before|after|[ie]BHCT|"
+                  r"(?:insp|exp)(?:iration)?|inhale|exhale|E[DS]|left|right|[LR]|[lr]h|(?:19|20)[0-9]{6})$|"
                   r"(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$|"
-                  r"(?<=[0-9]{3})[_-]V[0-9]{1,2}$|"  # shorter numbers may be those of a study: group2_v17
+                  r"(?<=[0-9]{3})[_-](?:V[0-9]{1,2}|(?:MR_)?d[0-9]{4})$|"  # group2 is no person
                   r"(?<=^[0-9]{7})_[0-9]{5}_[0-9]_[0-9]$", re.I)  # UK Biobank: person, field, visit, array
 # SPM and CAT12 put letters before the name of a scan: its tissues c1anna_1 and mwp1anna_1, its fields y_anna_1.
 MADE_BY_SPM = re.compile(r"i?y_|[amrsuw]{1,4}|r?m?w?[cp][0-6]")

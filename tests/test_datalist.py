@@ -291,6 +291,7 @@ def test_explicit_subject_and_modality_win(tmp_path):
     # Scans of one person in DIR-Lab, OASIS-3, HCP Aging, OAI, SPIDER, UK Biobank, ADNI and PPMI
     ("case1_T00", "case1"), ("case1_T50", "case1"), ("p1_T0", "p1"), ("OAS30001_MR_d0129", "OAS30001"),
     ("HCA6002236_V1_MR", "HCA6002236"), ("9000099_V00_LEFT", "9000099"), ("group2_v17", "group2_v17"),
+    ("site2_d0012", "site2_d0012"), ("knee1_posterior", "knee1_posterior"),
     ("1_t2_SPACE", "1"), ("1000012_20252_3_0", "1000012"), ("002_S_0413_I40657", "002_S_0413"),
     ("ADNI_002_S_0413_MR_MPR_Br_20070216_S14782_I40657", "002_S_0413"),
     ("PPMI_3102_MR_MPRAGE_br_raw_20120101_S1_I3862", "3102")])
