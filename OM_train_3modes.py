@@ -547,9 +547,11 @@ def train(cfg, args, ranks, folder):
             flush(run.curves)
 
         begin_epoch(progress, epoch + 1, run.terms)
-        best = validation.best_by(scores, [mode.name for mode in run.modes])
+        names = [mode.name for mode in run.modes]
+        best = validation.best_by(scores, names)
         name = checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"])
-        best = best and (*best, validation.measured_on(cfg, run.held_out)) if len(run.held_out) else ()
+        measurable = len(run.held_out) > ("registration" in names)  # one volume makes no pair
+        best = best and (*best, validation.measured_on(cfg, run.held_out)) if measurable else ()
         training_state.save(run, name, metrics=scores or None, best=best)
 
         # After the save: a failing picture must not lose the epoch.

@@ -66,7 +66,7 @@ def save(run, relative, state, metrics=None, best=None):
 
     metrics: {name: number or None}; NaN becomes null. best: the score that the manifest's best is chosen by, higher is
     better: (metric name, value, name of the data measured); None if nothing was measured now; () if nothing can be, as
-    no volume is held out: then no checkpoint is the best. A crash leaves the old file or the new one.
+    too few volumes are held out: then no checkpoint is the best. A crash leaves the old file or the new one.
     Returns: the manifest entry.
     Raises OSError naming the file and the free space if it cannot be written or reads back differently (earlier files
     stay), ValueError for a missing key or non-finite weights, TypeError for a value that torch.load would refuse.

@@ -427,10 +427,11 @@ def test_finished_run_says_so_and_trains_no_further(data, tmp_path, finished, wh
     assert run_folder(config(tmp_path, **QUICK, **CARRIED)) == finished, "the run with these settings"
 
 
-def test_a_run_that_no_longer_holds_volumes_out_has_no_best_checkpoint(data, tmp_path, finished):
+@pytest.mark.parametrize("fewer", [
+    {"data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0}, {"data__val_ids": "6"}])
+def test_a_run_that_no_longer_holds_a_pair_out_has_no_best_checkpoint(data, tmp_path, finished, fewer):
     assert find_checkpoint(finished).name == json.loads((finished / "manifest.json").read_text())["best"]["checkpoint"]
-    all_volumes = {**CARRIED, "data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0, "data__repeats": 1}
-    assert train(data, tmp_path, run__epochs=3, **all_volumes) == 0
+    assert train(data, tmp_path, run__epochs=3, data__repeats=1, **CARRIED, **fewer) == 0
     assert find_checkpoint(finished).name == "000003_demo_om_net.pth"
 
 
