@@ -191,7 +191,7 @@ def assert_held(run):
     or removed and a later write has made a new one. Other folders pass.
 
     If there is no lock, the last attempt that began in the folder decides: a launch that took over the folder and has
-    ended since left one.
+    ended since left one. Only without both does the folder's number on the disk count, which some file systems change.
     """
     token, number = HELD.get(os.path.abspath(run), (None, None))
     if token is None:
@@ -210,7 +210,8 @@ def assert_held(run):
     if owner:
         raise TakenOver(f"{run} was taken over by {owner}, while this process stood still or was cut off: it leaves "
                         "and writes nothing there. Whoever has the folder continues the run.")
-    if not content and _number_on_disk(run) not in (number, None):
+    numbers = {number, _number_on_disk(run)} - {None}
+    if not content and not begins and len(numbers) > 1:
         raise TakenOver(f"{run} was moved or removed while this process wrote there, and is a new folder now; put the "
                         "old one in its place, and run the same command again.")
 

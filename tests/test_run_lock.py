@@ -4,6 +4,7 @@ import errno
 import functools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -375,6 +376,18 @@ def test_a_folder_that_was_moved_away_is_not_the_new_one_of_its_name(tmp_path):
     (tmp_path / "elsewhere").rename(folder)
     touch(folder)
     unlock(folder, token)
+
+
+def test_a_run_whose_attempt_began_here_is_not_taken_for_a_new_folder(tmp_path):
+    """Some file systems change the number of a folder, and a lock may be removed by hand."""
+    run = tmp_path / "run"
+    run.mkdir()
+    lock(run, 60, token="mine")
+    (run / "lock.json").unlink()
+    (run / "attempts.jsonl").write_text(json.dumps({"event": "begin", "attempt": 0, "loop": "mine"}) + "\n")
+    run.rename(tmp_path / "moved")
+    shutil.copytree(tmp_path / "moved", run)
+    touch(run)
 
 
 def test_who_knows_the_token_joins_and_either_keeps_it_alive(tmp_path):
