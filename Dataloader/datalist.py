@@ -833,6 +833,8 @@ def group_contrasts(items, channels):
 GROUP = re.compile(r"(?:site|cent(?:er|re)|batch|cohort|group|task|fold|part|subset|study|phase|disc|scanner|dataset|"
                    r"ses|session|visit|timepoint|tp|week|month|year|baseline|follow-?up)[ _-]?[0-9]+|"
                    r"[A-Za-z_-]*[0-9](?:[.][0-9])?T|(?:19|20)[0-9]{2}(?:-?[0-9]{2}){0,2}", re.I)
+# A folder of a visit, as ADNI and TCIA name them: 2006-05-19_10_22_33.0, 07-07-2011-NA-MR.
+DATE = re.compile(r"(?:19|20)[0-9]{2}-?[0-9]{2}-?[0-9]{2}(?![0-9])|[0-9]{2}-[0-9]{2}-(?:19|20)[0-9]{2}(?![0-9])")
 MOST_SCANS = 20  # in the folder of one subject; a folder with more is a whole study
 FEW_SUBJECTS = 10  # with fewer, none is held out unless data.val_fraction amounts to one of them
 
@@ -896,16 +898,19 @@ def _by_folder(items, base):
 
     Contrast, TIME and PROCESSED at the end of a name tell no subject: case_7 of case_7_t1, case_7_flair, case_7_frame01
     and case_7_t1_brain; the rest of a folder's name has to have a number and be no GROUP. A folder counts if its name
-    has a number, is no contrast and no GROUP, and stands as a whole in the id, unless that names a DICOM series, and if
-    it holds at most MOST_SCANS volumes and not the whole data set; of several, the outermost.
+    has a number, is no contrast and no GROUP, and stands as a whole in the id, or above the DATE of a DICOM series,
+    and if it holds at most MOST_SCANS volumes and not the whole data set; of several, the outermost.
     """
+    def is_of(item, folder):
+        inner = () if ends_in(item["image"], SUFFIXES) else _below(base, item["image"]).relative_to(folder).parts
+        return any(map(DATE.match, inner)) or re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", item["id"])
+
     around = {}  # {folder of images: of itself and those around it, the ones that may be somebody's}
     for folder in {item["image"].parent for item in items}:
         inner = _below(base, folder)
         around[folder] = [each for each in (*reversed(inner.parents), inner) if re.search("[0-9]", each.name)
                           and _without_scan(each.name) and not GROUP.fullmatch(each.name)]
-    chains = [[folder for folder in around[item["image"].parent] if not ends_in(item["image"], SUFFIXES) or
-               re.search(rf"(?<![^\W_]){re.escape(folder.name)}(?![^\W_])", item["id"])] for item in items]
+    chains = [[folder for folder in around[item["image"].parent] if is_of(item, folder)] for item in items]
     inside = collections.Counter(itertools.chain(*chains))
     folders = [next((folder for folder in chain if inside[folder] < min(len(items), MOST_SCANS + 1)), None)
                for chain in chains]

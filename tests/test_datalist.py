@@ -323,6 +323,13 @@ def test_what_spm_has_made_of_a_scan_belongs_to_its_person(tmp_path):
         **dict.fromkeys(("sub-02_ses-1_T1w", "wmsub-02_ses-1_T1w"), "sub-02"), "p1_T1": "p1", "wmaria_2": "wmaria_2"}
 
 
+def test_a_folder_of_several_persons_with_one_dicom_series_each_is_no_person(tmp_path):
+    for folder in ("T1_1mm/p1", "T1_1mm/p2", "T2_1mm/p3", "T2_1mm/p4"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "1.dcm").write_bytes(bytes(128) + b"DICM")
+    assert told(list_volumes(tmp_path), "subject") == [("p1",), ("p2",), ("p3",), ("p4",)]
+
+
 def test_a_number_before_that_of_the_volume_is_no_subject_unless_all_names_end_in_a_channel(tmp_path):
     make(tmp_path, "site_01_0001.nii.gz site_01_0009.nii.gz site_02_0345.nii.gz")
     assert told(read_datalist(tmp_path), "subject") == [("site_01_0001",), ("site_01_0009",), ("site_02_0345",)]
