@@ -84,13 +84,13 @@ def _tell_what_is_unused(root, items, unused, passed):
     labels = [] if list_file(root) else [item["label"] for item in items if item["label"]]
     masks = [label for label in labels if (match := SEGMENTATION.fullmatch(_stem(label))) and _is_mask(match)]
     if unused and (lacking or masks):
-        only = f" and {len(masks)} only a mask" if masks else ""
-        print(f"warning: {root}: {lacking} of {len(items)} volumes have no label{only}, and {len(unused)} of the "
-              f"segmentations match no volume, such as {unused[0]}: name them after their images, or list both in a "
-              ".csv.", file=sys.stderr)
+        said = [f"{count} of {len(items)} volumes have {what}" for count, what in (
+            (lacking, "no label"), (len(masks), "only a mask as label")) if count]
+        print(f"warning: {root}: {', '.join(said)}, and {len(unused)} of the segmentations match no volume, such as "
+              f"{unused[0]}: name them after their images, or list both in a .csv.", file=sys.stderr)
     elif 0 < len(masks) < len(labels):
-        print(f"warning: {root}: the labels of {len(masks)} volumes are masks, such as {masks[0]}, and those of "
-              f"{len(labels) - len(masks)} are not: list images, labels and masks in a .csv.", file=sys.stderr)
+        print(f"warning: {root}: {len(masks)} of {len(labels)} labels are masks, such as {masks[0]}, and the others "
+              "are not: list images, labels and masks in a .csv.", file=sys.stderr)
     elif lacking and (path := _derived_segmentation(root)):
         print(f"warning: {root}: {lacking} of {len(items)} volumes have no label, and derivatives is not read, which "
               f"holds segmentations such as {path}: to use them, list images and labels in a .csv.", file=sys.stderr)
@@ -192,7 +192,8 @@ TIME = re.compile(r"(?<=[0-9])[_-](?:(?:frame|phase|ses|session|visit|timepoint|
                   r"BL|FU|baseline|follow-?up|(?:pre|post)(?:-?op|-?contrast)?|before|after|[ie]BHCT|"
                   r"(?:insp|exp)(?:iration)?|inhale|exhale|E[DS]|left|right|[LR]|[lr]h|(?:19|20)[0-9]{6})$|"
                   r"(?<=^BraTS-[A-Z]{3}-[0-9]{5})-[0-9]{3}$|"
-                  r"(?<=[0-9]{3})[_-](?:V[0-9]{1,2}|(?:MR_)?d[0-9]{4})$|"  # group2 is no person
+                  # group2_v17 and 2019_V17 may be persons
+                  r"(?<=[0-9]{3})(?<!^20[0-9]{2})[_-](?:V[0-9]{1,2}|(?:MR_)?d[0-9]{4})$|"
                   r"(?<=^[0-9]{7})_[0-9]{5}_[0-9]_[0-9]$", re.I)  # UK Biobank: person, field, visit, array
 # SPM and CAT12 put letters before the name of a scan: its tissues c1anna_1 and mwp1anna_1, its fields y_anna_1.
 MADE_BY_SPM = re.compile(r"i?y_|[amrsuw]{1,4}|r?m?w?[cp][0-6]")

@@ -291,6 +291,7 @@ def test_explicit_subject_and_modality_win(tmp_path):
     # Scans of one person in DIR-Lab, OASIS-3, HCP Aging, OAI, SPIDER, UK Biobank, ADNI and PPMI
     ("case1_T00", "case1"), ("case1_T50", "case1"), ("p1_T0", "p1"), ("OAS30001_MR_d0129", "OAS30001"),
     ("HCA6002236_V1_MR", "HCA6002236"), ("9000099_V00_LEFT", "9000099"), ("group2_v17", "group2_v17"),
+    ("2019_V17", "2019_V17"),
     ("site2_d0012", "site2_d0012"), ("knee1_posterior", "knee1_posterior"),
     ("1_t2_SPACE", "1"), ("1000012_20252_3_0", "1000012"), ("002_S_0413_I40657", "002_S_0413"),
     ("ADNI_002_S_0413_MR_MPR_Br_20070216_S14782_I40657", "002_S_0413"),
@@ -824,7 +825,7 @@ def test_layouts_of_well_known_data_sets(tmp_path, capsys, names, expected):
     ("images/a.nii.gz labels/lab.nii.gz", "1 of 1 .* and 1 of .* such as .*labels/lab.nii.gz"),
     ("s1/norm.nii.gz s1/aparc+aseg.nii.gz", "1 of 1 .* and 1 of .* such as .*s1/aparc.aseg.nii.gz"),
     ("a_T1W.nii.gz a_brainmask.nii.gz a_consensus_gt.nii.gz",
-     "0 of 1 volumes have no label and 1 only a mask, and 1 of .* such as .*a_consensus_gt.nii.gz")])
+     "1 of 1 volumes have only a mask as label, and 1 of .* such as .*a_consensus_gt.nii.gz")])
 def test_segmentations_of_no_image_are_told_and_are_no_images(tmp_path, capsys, names, lost):
     make(tmp_path, names)
     assert not any(re.search("seg|mask|gt", item["id"]) for item in list_volumes(tmp_path))
@@ -839,7 +840,7 @@ def test_masks_among_other_labels_are_told(tmp_path, capsys):
          "s1_brain_pveseg.nii.gz")
     assert {item["id"]: item["label"].name for item in list_volumes(tmp_path)} == {
         "s1": "s1_brain_mask.nii.gz", "s1_brain": "s1_brain_seg.nii.gz"}
-    assert re.search("the labels of 1 volumes are masks, such as .*s1_brain_mask.nii.gz, and those of 1 are not: list",
+    assert re.search("1 of 2 labels are masks, such as .*s1_brain_mask.nii.gz, and the others are not: list",
                      capsys.readouterr().err)
 
 
