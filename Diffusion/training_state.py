@@ -4,6 +4,7 @@ A checkpoint is one flat dict (Runtime/checkpoint.py): model, optimizer, queue, 
 any, and the fields of Progress. It holds no generator states: every draw is keyed (Runtime/keyed_random.py).
 """
 import concurrent.futures
+import glob
 import os
 import sys
 import time
@@ -228,7 +229,7 @@ def announce(run):
         print("one validation volume makes no pair, so registration is not validated and no checkpoint can be the "
               "best: hold out two volumes (data.val_ids, data.val_fraction)")
     logs = Path(cfg["run.logs"]) / run.folder.name
-    if not step and listed(logs) and len(listed(run.folder / "launches")) == 1:
+    if not step and glob.glob("*", root_dir=logs) and len(listed(run.folder / "launches")) == 1:
         print(f"{logs} has curves of another run, which TensorBoard will no longer show, because this run draws there "
               "too: give each of several run.models its own run.logs")
     run.curves = new_writer(logs, step, run.folder / "pictures")
