@@ -11,8 +11,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 # Processes of `make test`, each with one thread: files of tests that run beside each other. One more than two cores, as
 # tests also wait.
 TEST_PROCESSES ?= 3
-# Of the slow tests, which start many ranks each.
-SLOW_PROCESSES ?= 2
+# Of the slow tests, many of which start several ranks.
+SLOW_PROCESSES ?= 3
 
 .PHONY: help venv demo test test-all test-slurm faults bench bench-registration docs lint clean
 
