@@ -39,7 +39,7 @@ from Runtime.files import (
 )
 from Runtime.manifest import LOST, read_manifest
 from Runtime.provenance import began_from
-from Runtime.run_lock import MAY_DIFFER
+from Runtime.run_lock import settings_in
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
 PUBLISHED_LICENCE = "Apache-2.0"  # of the published method's repository, its weights included
@@ -146,9 +146,8 @@ def about_run(path, state):
     for line in lines_of(run / "rank0.jsonl"):  # the step stays when data.batchsize or the number of ranks changes
         if line["event"] == "step" and line.get("step") == step - 1:
             about["samples"] = line.get("samples")
-    configs = [launch["config"] for launch in launches]
-    left = {key for cfg in configs for key in cfg if key.startswith("run.") and key != "run.seed"} | MAY_DIFFER
-    about["changed"] = "; ".join(f"{key} {values}" for key, values, _ in differing_keys([configs, configs[-1:]], left))
+    configs = [{key: launch["config"][key] for key in settings_in(launch["config"])} for launch in launches]
+    about["changed"] = "; ".join(f"{key} {values}" for key, values, _ in differing_keys([configs, configs[-1:]]))
     return about
 
 

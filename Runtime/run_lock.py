@@ -82,16 +82,19 @@ def launch_files(run, name):
     return [path for path in (folder / name for folder in listed(run / "launches")) if is_there(path)]
 
 
+def settings_in(keys):
+    """The keys of a config that make a run what it is: not those in MAY_DIFFER and, but for the seed, in `run`."""
+    return {key for key in keys if key == "run.seed" or not key.startswith("run.")} - MAY_DIFFER
+
+
 def has_settings(run, cfg):
-    """Whether a run was last trained with the settings of a config, or never trained. Settings in MAY_DIFFER and in the
-    section `run`, except for the seed, do not count."""
+    """Whether a run was last trained with the settings of a config, see `settings_in`, or never trained."""
     files = launch_files(run, "config.yaml")
     try:
         trained = load_config(files[-1]) if files else cfg
     except InputError:  # of another version
         return False
-    counts = {key for key in cfg if key == "run.seed" or not key.startswith("run.")} - MAY_DIFFER
-    return all(trained[key] == cfg[key] for key in counts)
+    return all(trained[key] == cfg[key] for key in settings_in(cfg))
 
 
 def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with --fresh"):
