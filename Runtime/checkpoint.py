@@ -19,6 +19,7 @@ import shutil
 import struct
 import sys
 import zipfile
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -302,10 +303,10 @@ def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
     """Remove old checkpoints.
 
     Of those that count, this keeps the newest `keep_last` epoch checkpoints, each whose epoch is divisible by
-    `keep_every` (0: none), the best one, the newest `keep_tmp` within an epoch, and always at least one that verifies
-    (a doubtful one if no other does). Damaged and doubtful ones do not use up these numbers and go once a newer one
-    verifies. Epochs come from the states, not from file names. trusted: names just read back; they are kept and not
-    read again.
+    `keep_every` (0: none), the best one of each metric and held-out data, so that these may be changed back, the newest
+    `keep_tmp` within an epoch, and always at least one that verifies (a doubtful one if no other does). Damaged and
+    doubtful ones do not use up these numbers and go once a newer one verifies. Epochs come from the states, not from
+    file names. trusted: names just read back; they are kept and not read again.
     Returns: list of the removed relative paths.
     """
     manifest = _manifest(run, _stderr)
@@ -315,6 +316,8 @@ def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
     steps = [name for name in counted if name.startswith("tmp/")]
     keep = {*epochs[:keep_last], *steps[:keep_tmp], best.get("checkpoint"), *trusted}
     keep.update(name for name in epochs if keep_every and entries[name]["epoch"] % keep_every == 0)
+    scores = sorted((entries[name]["score"] for name in epochs if "score" in entries[name]), key=itemgetter("value"))
+    keep.update({(each["metric"], each.get("measured_on")): each["checkpoint"] for each in scores}.values())
     if keep.issuperset(ordered):
         return []
     # The kept ones first: usually the newest verifies at once and nothing else has to be read.

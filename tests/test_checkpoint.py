@@ -598,7 +598,9 @@ def test_a_machine_without_memory_is_no_damaged_file(run):
 def test_prune_keeps_what_it_must(run):
     save_epochs(run, 1, 2)
     save_epochs(run, 3, best=("dice", 0.8, "here"))
-    save_epochs(run, 4, 5, 6, 7)
+    save_epochs(run, 4, 5, 6)
+    save_epochs(run, 7, best=())
+    assert manifest(run)["best"] is None, "nothing is held out any more, perhaps by mistake"
     steps = [within(7, step) for step in (1, 2, 3)]
     for step, relative in enumerate(steps, 1):
         checkpoint.save(run, relative, make_state(7, 70 + step, step))
