@@ -22,7 +22,7 @@ from Runtime import agree, checkpoint, launch, watchdog
 from Runtime.device import PRECISIONS, describe, precision
 from Runtime.errors import InputError
 from Runtime.files import listed, remove_leftovers, write_file
-from Runtime.global_batch import Split
+from Runtime.global_batch import Split, fix_step
 from Runtime.progress import Progress, begin_epoch, from_saved, new_writer, to_saved
 from Runtime.provenance import save_launch
 
@@ -198,6 +198,7 @@ def announce(run):
     cfg, step, volumes, held_out = run.cfg, run.progress.step, len(run.dataset), len(run.held_out)
     try:
         save_launch(run.folder, cfg, step, run.modes)
+        fix_step(run.folder, cfg, run.ranks.step["ranks"], trains=True)
         write_file(run.folder / "data.csv", as_csv(run.data))
     except OSError as error:  # a full disk may have room again when the next checkpoint is due
         print(f"{run.folder}: what this launch runs with could not be written: {error}", file=sys.stderr)

@@ -60,10 +60,15 @@ def known_step(run, cfg):
     return step
 
 
-def fix_step(run, cfg, world_size):
-    """Write the step of a run (`step_of`) to step.json and return it, for `split_step`."""
+def fix_step(run, cfg, world_size, trains=False):
+    """Write the step of a run (`step_of`) to step.json and return it, for `split_step`.
+
+    trains: whether this launch has begun to train. Before, a run with checkpoints keeps its file, because the launch
+    may still be refused.
+    """
     step = step_of(run, cfg, world_size)
-    write_file(run / "step.json", json.dumps(step) + "\n")
+    if trains or not checkpoint_files(run):
+        write_file(run / "step.json", json.dumps(step) + "\n")
     # One that the config sets binds this launch's ranks.
     return {**step, "ranks": world_size} if cfg["data.global_batchsize"] else step
 

@@ -505,7 +505,8 @@ def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, 
     durable(tmp_path, 4)  # from now on it is fixed: it has been taken
     assert split(1, 4) == (whole, 1, 2, "2 of 4 ranks (1 x 2) do the whole step of 8 samples, 2 batches each\n")
     assert split(2, 4, data__diff_reg_batch_ratio=1)[0] == {**whole, "pairs": 8, "ratio": 1.0}
-    assert split(2, 4)[0] == whole
+    assert split(2, 4)[0] == whole and split(4, 8, data__global_batchsize=16)[0]["samples"] == 16
+    assert split(2, 4)[0] == whole, "a launch that is refused later changes nothing"
     (tmp_path / "000001_demo_om_net.pth").touch()
     (tmp_path / "manifest.json").rename(tmp_path / "lost")
     assert split(1, 2)[0] == whole, "a lost manifest does not undo it"
@@ -516,13 +517,14 @@ def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, 
         split(4, 8)  # nothing is missing: somebody wants more than the run can use
     assert split(4, 8, data__global_batchsize=16) == (
         {**whole, "samples": 16, "pairs": 8, "ranks": 8}, 4, 2, ""), "the config's"
+    fix_step(tmp_path, config(data__global_batchsize=16), 8, trains=True)
     assert split(2, 4)[0]["samples"] == 16, "as it was last"
 
 
 def test_a_step_is_kept_if_its_file_is_lost_or_the_config_sets_the_same_samples(tmp_path):
     """Three ranks of batch 2 at ratio 4 take a pair each, where 6 samples / 4 would be one pair in all."""
     def step(ranks, **changes):
-        return fix_step(tmp_path, config(data__diff_reg_batch_ratio=4, **changes), ranks)
+        return fix_step(tmp_path, config(data__diff_reg_batch_ratio=4, **changes), ranks, trains=True)
     whole, path = {"samples": 6, "pairs": 3, "ranks": 3, "ratio": 4.0}, tmp_path / "step.json"
     assert step(3) == whole
     durable(tmp_path, 4)

@@ -903,7 +903,9 @@ def test_torchrun_starts_a_fresh_run_once_and_then_continues_it(data, tmp_path, 
 
 
 def test_checkpoints_of_another_network_or_config_are_refused(data, tmp_path, finished, capfd):
-    assert train(data, tmp_path, model__rec_num=3) == 43
+    step = (finished / "step.json").read_text()
+    assert train(data, tmp_path, model__rec_num=3, data__global_batchsize=4) == 43
+    assert (finished / "step.json").read_text() == step, "what a refused launch was given changes no run"
     message = capfd.readouterr().err
     assert "model.rec_num" in message and "1" in message and "3" in message and "--fresh" in message
     source = str(finished / "000002_demo_om_net.pth")
