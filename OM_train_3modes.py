@@ -468,15 +468,15 @@ def train(cfg, args, ranks, folder):
             launch.refresh(ranks, run.device, cfg)
             run.model = optim.wrap(run.net, ranks, run.device, run.gradients, cfg)
         began, first_step = time.monotonic(), progress.step_in_epoch
-        steps = first_step + steps_left(cfg, len(run.dataset), run.listed, split, progress.samples, progress.pairs,
-                                        inputs)
+        left = steps_left(cfg, len(run.dataset), run.listed, split, progress.samples, progress.pairs, inputs)
+        steps, length = first_step + left, progress.samples / split.samples + left  # length: in steps of this size
         bar, below = progress_bars(cfg, progress, steps, is_main)
         watchdog.new_step(progress.step, "epoch")
         with bar, below:
             for volumes, pairs in epoch_batches(cfg, run.dataset, run.listed, progress, split, ranks,
                                                 run.ddpm.draw, inputs):
                 steps_here, step_began = steps_here + 1, time.monotonic()
-                done = (progress.epoch * steps + progress.step_in_epoch) / (steps * cfg["run.epochs"])
+                done = (progress.epoch * length + progress.samples / split.samples) / (length * cfg["run.epochs"])
                 lr = optim.learning_rate(cfg, progress.step, done)
                 for optimizer in run.optimizers.values():
                     for group in optimizer.param_groups:

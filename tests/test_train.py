@@ -208,6 +208,10 @@ def test_the_schedule_goes_by_epochs_whatever_a_step_holds(data, tmp_path, whole
     lines = log_lines(tmp_path, "step")
     many = [line["lr"] for line in log_lines(whole, "step")]
     assert len(lines) == 2 and [line["lr"] for line in lines] == [many[0], many[6]]
+    within = tmp_path / "within"
+    assert train(data, within, "--max-steps-before-restart", "3", **CARRIED) == 42
+    assert train(data, within, data__global_batchsize=6, **CARRIED) == 0
+    assert [line["lr"] for line in log_lines(within, "step")] == [*many[:4], many[6], many[9]]
 
 
 @pytest.mark.slow
