@@ -4,12 +4,14 @@ A list is Learn2Reg JSON, a plain list, a CSV table, a folder whose volumes are 
 results.json of a registration; paths are relative to the list. A training's pair list names volumes of its data set
 instead of files: Dataloader/datalist.py reads it.
 """
+import functools
 import sys
 from pathlib import Path
 
 from Dataloader.datalist import (
     MOST_CHANNELS,
     PAIR_KEYS,
+    Folder,
     is_one_volume,
     label_beside,
     list_file,
@@ -54,7 +56,8 @@ def read_pairs_to_register(path, key=None):
     files = [(entry.get("image"), entry.get("label")) for entry in training if isinstance(entry, dict)]
     labels = {path.parent / image: path.parent / label for image, label in files  # a pair needs single channels
               if isinstance(image, str) and isinstance(label, str)}
-    pairs = [_pair_to_register(path, number, entry, labels) for number, entry in enumerate(entries, 1)]
+    listed = functools.cache(Folder)
+    pairs = [_pair_to_register(path, number, entry, labels, listed) for number, entry in enumerate(entries, 1)]
     _require_own_names(path, pairs)
     return pairs
 
@@ -79,10 +82,11 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     fixed_label: path; None: found in the same way.
     Raises InputError if there is no pair, or if the numbers of labels and moving volumes differ.
     """
-    fixed, items = Path(fixed), []
+    fixed, items, listed = Path(fixed), [], functools.cache(Folder)
     for source in without_segmentations(moving):
         if is_one_volume(source):
-            items.append({"id": volume_id(source), "image": Path(source), "label": label_beside(source)})
+            items.append({"id": volume_id(source), "image": Path(source),
+                          "label": label_beside(source, listed(Path(source).parent))})
         else:
             items += list_volumes(source)
     own = fixed.resolve()
@@ -198,13 +202,12 @@ def _require_own_names(path, pairs):
         raise InputError(f"{path}: two pairs are called {repeated}; give each its own name.")
 
 
-def _pair_to_register(path, number, entry, labels):
+def _pair_to_register(path, number, entry, labels, listed):
     pair = pair_files(path, number, entry, TO_REGISTER)
     if "fixed" not in pair or "moving" not in pair:
         raise InputError(f"{path}: pair {number} has no fixed or no moving volume; give both.")
     for side in ("fixed", "moving"):
-        label = _label_of(pair[side], labels)
-        if label and f"{side}_label" not in entry:
+        if f"{side}_label" not in entry and (label := _label_of(pair[side], labels, listed)):
             pair[f"{side}_label"] = label
     name = str(entry.get("name") or f"{volume_id(pair['moving'])}_to_{volume_id(pair['fixed'])}")
     unfit = unfit_for_a_file(name) or not name.isprintable() or name.startswith(".")
@@ -215,9 +218,10 @@ def _pair_to_register(path, number, entry, labels):
     return {"name": name, **pair}
 
 
-def _label_of(image, labels):
-    """The existing label file of an image, or None. labels: those that the list "training" names, {image: label}."""
-    candidates, folder = [labels.get(image), label_beside(image)], image.parent
+def _label_of(image, labels, listed):
+    """The existing label file of an image, or None. labels: those that the list "training" names, {image: label}.
+    listed: gives the Folder of a path, each listed once."""
+    candidates, folder = [labels.get(image), label_beside(image, listed(image.parent))], image.parent
     if folder.name.startswith("images"):
         candidates.append(folder.parent / folder.name.replace("images", "labels") / image.name)
     return next((path for path in candidates if path and path.is_file()), None)

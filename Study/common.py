@@ -1,5 +1,6 @@
 """Shared by all programs on a study: its volumes, its folder of results, its table and the end of a run."""
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -7,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from Dataloader.datalist import (
+    Folder,
     is_one_volume,
     label_beside,
     list_volumes,
@@ -35,12 +37,14 @@ def volumes_of(sources, ids="", pattern="", known=()):
     subject may not be seen from another source.
     Raises InputError if there are none, and if two have the same name.
     """
+    listed = functools.cache(Folder)
     items, singles, subjects = [], [], {item["image"].resolve(): item["subject"] for item in known}
     for source in without_segmentations(sources):
         if is_one_volume(source):
             require_file(source)
-            items.append({"id": volume_id(source), "image": Path(source), "label": label_beside(source), "mask": None,
-                          "subject": "", "modality": "", "split": ""})
+            items.append({"id": volume_id(source), "image": Path(source),
+                          "label": label_beside(source, listed(Path(source).parent)), "mask": None, "subject": "",
+                          "modality": "", "split": ""})
             singles.append(items[-1])
         else:
             items += list_volumes(source, pattern, as_listed=True)
