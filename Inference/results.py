@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -35,6 +36,7 @@ OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_fiel
            *(f"{name}.{suffix}" for name in ("warped", "warped_label") for suffix in IMAGES),
            *(f"warped_channel_{number}.nii.gz" for number in range(2, MOST_CHANNELS + 1)))  # of a pair, in its folder
 PARTS = "parts"  # folder of the results of parts of a list
+OFTEN_S, SELDOM = 0.2, 20  # results that take longer to write are written after this many times as long
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 
 
@@ -129,10 +131,10 @@ def kept_rows(earlier, settings, pairs, out):
     """
     if earlier["version"] != __version__ or earlier["settings"] != settings:
         return {}
-    kept = {}
-    for pair in pairs:
-        row = earlier["pairs"].get(pair["name"])
-        if row and row.get("source") == source_digests(pair) and not damage(row.get("files"), out):
+    kept, once = {}, functools.cache(digest)  # one volume may be in all pairs
+    found = [(pair, row) for pair in pairs if (row := earlier["pairs"].get(pair["name"]))]
+    for pair, row in tqdm(found, f"checking {out}", unit="entry", delay=2, disable=not found):
+        if row.get("source") == source_digests(pair, once) and not damage(row.get("files"), out):
             kept[pair["name"]] = with_paths_of(pair, row)
     return kept
 
@@ -143,13 +145,13 @@ def with_paths_of(pair, row):
                       if key != "name" and isinstance(row.get(key), str)}}
 
 
-def source_digests(pair):
+def source_digests(pair, hashed=None):
     """SHA-256 of each file of a pair, {key: hex}, with one for a whole folder of DICOM slices; None if missing, or if
-    this user may not read it."""
+    this user may not read it. hashed: `digest`, or one that remembers."""
     digests = {key: None for key in pair if key != "name"}
     for key in digests:
         with contextlib.suppress(PermissionError):
-            digests[key] = digest(pair[key])
+            digests[key] = (hashed or digest)(pair[key])
     return digests
 
 
@@ -198,7 +200,8 @@ def damage(files, out):
 
 def do_all(out, tasks, function, settings, workers=1, doing="registering", unit="pair", again=False, resumes=True,
            begin=None, beside=()):
-    """Do every entry of a list that no earlier run has done, and write results.json after each.
+    """Do every entry of a list that no earlier run has done, and write results.json after each: of a list so long that
+    this takes a while (OFTEN_S), only now and then.
 
     out: Path of the results; the caller holds its lock. tasks: list of (entry, folder): a dict with "name" and the
     paths of the input files, and the Path for its results. function(entry, folder, earlier row or None) returns the
@@ -226,11 +229,16 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
               file=sys.stderr)
     found = dict(kept)
 
+    began, lasted = time.monotonic(), 0.0  # the last write
+
     def write():
+        nonlocal began, lasted
+        began = time.monotonic()
         done = [(entry["name"], found[entry["name"]]) for entry in entries if entry["name"] in found]
         rows = [row for _, row in done if not isinstance(row, str)]
         failed = [{"name": name, "reason": row} for name, row in done if isinstance(row, str)]
         write_results(out, rows, failed, settings, complete=False)
+        lasted = time.monotonic() - began
         return rows, failed
 
     write()  # drop the rows of entries to be replaced before their files are removed
@@ -249,7 +257,8 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
             for sentence in [] if isinstance(row, str) else row.get("warnings", []):
                 tqdm.write(f"warning: {sentence}", file=sys.stderr)
             keep_lock(out)
-            write()
+            if lasted < OFTEN_S or time.monotonic() - began > SELDOM * lasted:
+                write()
             bar.update()
     return write()
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,9 +19,10 @@ import omnimorph
 from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
 from Inference import register_pairs
+from Inference import results as inference_results
 from Inference.load_model import default_config
 from Inference.pair_lists import pairs_onto, read_pairs_to_register, read_pairs_to_score
-from Inference.results import do_one, file_digests, kept_rows, read_results, source_digests, write_results
+from Inference.results import do_all, do_one, file_digests, kept_rows, read_results, source_digests, write_results
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError
 from Study.common import volumes_of
@@ -244,6 +246,30 @@ def test_tables_folders_patterns_and_names(data):
         shutil.copy(data / "sub-02_T1w.nii.gz", data / subject / "T[1].nii.gz")
     found = pairs_onto(data / "sub-01_T1w.nii.gz", [data / "a/T[1].nii.gz", data / "b/T[1].nii.gz"])
     assert [pair["name"] for pair in found] == ["a_T[1]_to_sub-01_T1w", "b_T[1]_to_sub-01_T1w"]
+
+
+@pytest.mark.parametrize("find", [
+    lambda images: read_pairs_to_register(images[0].parent / "pairs.csv"),
+    lambda images: pairs_onto(images[0], images[1:]), volumes_of])
+def test_a_folder_is_listed_once_for_all_volumes_of_a_list(data, monkeypatch, find):
+    images, listed, scan = sorted(data.glob("*_T1w.nii.gz")), [], os.scandir
+    (data / "pairs.csv").write_text("fixed,moving\n" + "".join(f"{images[0]},{image}\n" for image in images[1:]))
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scan(path))
+    found = find(images)
+    assert len(found) >= 3 and all(entry.get("label") or entry["moving_label"] for entry in found)
+    assert len(listed) <= 2, "with thousands of volumes, listing it for each takes hours"
+
+
+def test_results_that_take_long_to_write_are_not_written_after_each_pair(tmp_path, monkeypatch):
+    written, write = [], inference_results.write_results
+    monkeypatch.setattr(inference_results, "OFTEN_S", 0)
+    monkeypatch.setattr(inference_results, "write_results", lambda *words, **more: written.append(
+        write(*words, **more)))
+    row = {"folder": str(tmp_path), "labels": {str(label): {"dice": 0.5} for label in range(200)}, "files": {}}
+    tasks = [({"name": f"pair {number}"}, tmp_path) for number in range(100)]
+    rows, _ = do_all(tmp_path, tasks, lambda entry, *_: {**row, "name": entry["name"]}, {})
+    assert len(written) < 50 and len(rows) == 100 and set(read_results(tmp_path)["pairs"]) == {
+        entry["name"] for entry, _ in tasks}, "each write takes as long as all pairs so far"
 
 
 def test_volumes_with_one_name_are_told_apart_by_their_folders(data, tmp_path):
