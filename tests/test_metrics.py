@@ -42,6 +42,19 @@ def test_dice_of_absent_labels():
     assert math.isnan(scores[2])
 
 
+@pytest.mark.parametrize("labels", [[1, 2, 3, 9], [0, 3], [-2, 3], [3, 70_000], np.arange(-2, 7), []])
+def test_each_label_has_the_score_it_has_alone(labels):
+    rng = np.random.default_rng(0)
+    first, second = (rng.choice([-2, 0, 1, 2, 3, 5, 70_000], (6, 7, 8)).astype(np.int32) for _ in range(2))
+    second[second == 5] = 0
+    first[2:] = np.where(first[2:] == 3, 0, first[2:])
+    alone = [((first == label).astype(np.uint8), (second == label).astype(np.uint8)) for label in labels]
+    found = dice(first, second, labels), hd95(first, second, labels, (1, 2, 3))
+    assert np.array_equal(found, [[dice(*masks, [1])[0] for masks in alone],
+                                  [hd95(*masks, [1], (1, 2, 3))[0] for masks in alone]], equal_nan=True)
+    assert np.array_equal(found[0], dice(*map(torch.as_tensor, (first, second)), labels), equal_nan=True)
+
+
 def test_dice_of_different_shapes_raises():
     with pytest.raises(ValueError, match="different shapes"):
         dice(np.zeros((3, 4)), np.zeros((4, 3)), [1])
