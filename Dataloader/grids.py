@@ -85,6 +85,17 @@ def of_slab(matrix, slab):
     return matrix @ _embed(np.eye(3), (slab.start, 0, 0))
 
 
+def boxes_of(label):
+    """{value: its box, a tuple of slices} for every value of a label map but 0, ascending. label: a numpy array."""
+    small = np.issubdtype(label.dtype, np.integer) and label.dtype.isnative and label.size
+    if small and 0 <= label.min() and label.max() < 2 ** 16:
+        found = enumerate(ndimage.find_objects(label), 1)  # without sorting all voxels
+    else:
+        values, index = np.unique(label, return_inverse=True)
+        found = zip(values, ndimage.find_objects(index.reshape(label.shape) + 1))
+    return {value: box for value, box in found if box and value}
+
+
 def thinning(shape):
     """The smallest step at which every step-th voxel along each axis gives a grid of at most MOST_VOXELS."""
     return next(step for step in itertools.count(1) if math.prod(-(-n // step) for n in shape) <= MOST_VOXELS)

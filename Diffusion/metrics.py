@@ -8,6 +8,7 @@ import torch
 from scipy import ndimage
 from scipy.spatial import cKDTree
 
+from Dataloader.grids import boxes_of
 from Dataloader.nifti import is_rigid_and_scaled
 from Diffusion.fields import determinant, identity, jacobian_determinant
 
@@ -29,16 +30,13 @@ def dice(first, second, labels):
 
 
 def masks_of(first, second, labels):
-    """For each label its masks in two label images, cropped to the box that holds both: hundreds of labels in a large
-    volume take seconds, not minutes. Of tensors, and where numbers exceed 65535, the masks are whole.
-    """
-    boxes = [[], []]
-    if isinstance(first, np.ndarray) and 0 < max(labels, default=0) < 2 ** 16:
-        boxes = [ndimage.find_objects(image, int(max(labels))) for image in (first, second)]
+    """For each label its masks in two label images, of arrays cropped to the box that holds both: hundreds of labels in
+    a large volume take seconds, not minutes."""
+    boxes = [boxes_of(image) for image in (first, second) if isinstance(image, np.ndarray)]
     for label in labels:
-        found = [each[label - 1] for each in boxes if each and label > 0 and each[label - 1]]
+        found = [each[label] for each in boxes if label in each]
         box = tuple(slice(min(span.start for span in spans), max(span.stop for span in spans))
-                    for spans in zip(*found)) or ...
+                    for spans in zip(*found)) or (... if not boxes or not label else slice(0))
         yield first[box] == label, second[box] == label
 
 
@@ -86,9 +84,7 @@ def hd95(first, second, labels, spacing_mm):
         if not a.any() or not b.any():
             scores.append(furthest_mm if a.any() or b.any() else float("nan"))
             continue
-        # Crop to the box of both structures plus one empty voxel around it: distances need no more of the image.
-        box = ndimage.find_objects((a | b).astype(np.int8))[0]
-        a, b = (np.pad(mask[box], 1) for mask in (a, b))
+        a, b = np.pad(a, 1), np.pad(b, 1)  # distances need no more of the image than the box and a voxel around it
         surface_a = a & ~ndimage.binary_erosion(a)
         surface_b = b & ~ndimage.binary_erosion(b)
         if upright:

@@ -1,9 +1,11 @@
 """Carry images and label maps through deformations, and let several label maps vote."""
+import functools
+
 import numpy as np
 import torch
 from scipy import ndimage
 
-from Dataloader.grids import of_slab, slabs
+from Dataloader.grids import boxes_of, of_slab, slabs
 from Dataloader.nifti import require_finite
 from Dataloader.volume import as_array, checked_affine
 from Diffusion.fields import then_affine, warp
@@ -84,10 +86,11 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     if labels == "nearest":
         return apply_field(label, affine, field, fixed_affine, order=0)
     change, warped = np.linalg.inv(affine) @ fixed_affine, np.empty(field.shape[1:], label.dtype)
+    once = functools.cache(functools.partial(smoothed, label))
     for slab in slabs(warped.shape):
         there = np.indices(warped[slab].shape, np.float32)
         there += _to_moving(field, change, slab)[0].numpy()
-        warped[slab] = label_at(label, there)
+        warped[slab] = label_at(label, there, once)
     return warped
 
 
@@ -113,14 +116,15 @@ def without_affine(field, matrix, affine):
     return then_affine(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None], back)[0].numpy()
 
 
-def label_at(label, points):
+def label_at(label, points, once=None):
     """A label map at points between its voxels, without the staircase of nearest-neighbour sampling.
 
     Each label becomes an image, 1 in its voxels and 0 elsewhere. Smoothing this image and sampling it linearly gives
     the label's share at each point; the background has the rest up to 1. The label with the largest share wins.
     Smoothing removes parts thinner than about two voxels: there points get the label of the nearest voxel. So do points
     at a voxel, so that a zero field changes nothing.
-    label: (D, H, W) or (H, W) integers. points: (N, *out) in voxels of it.
+    label: (D, H, W) or (H, W) integers. points: (N, *out) in voxels of it. once: function without arguments that
+    returns `smoothed` of this label map, so that several calls share it.
     Returns: (*out) of the label's dtype; 0 outside the volume. A label that is not in the volume never appears.
     """
     last = np.reshape(label.shape, (-1, 1)) - 1
@@ -131,12 +135,18 @@ def label_at(label, points):
     found = label[tuple(nearest)]
     between = np.flatnonzero((np.abs(points - nearest) > AT_VOXEL).any(0))
     if between.size:
-        shares = label_shares(label)
-        thin = lost_voxels(label, shares)[tuple(nearest[:, between])]
+        shares, lost = once() if once else smoothed(label)
+        thin = lost[tuple(nearest[:, between])]
         found[between] = np.where(thin, found[between], largest_share(shares, points[:, between], label.dtype))
     out = np.zeros(np.prod(shape), label.dtype)
     out[inside] = found
     return out.reshape(shape)
+
+
+def smoothed(label):
+    """What `label_at` needs of a label map between its voxels: `label_shares` and `lost_voxels`."""
+    shares = label_shares(label)
+    return shares, lost_voxels(label, shares)
 
 
 def label_shares(label):
@@ -145,16 +155,13 @@ def label_shares(label):
     label: (D, H, W) or (H, W) integers. corner: (N, 1), the first voxel of the box in which the share may be above 0.
     share: float32 in 0..1 in that box.
     """
-    values, index = np.unique(label, return_inverse=True)
-    boxes = ndimage.find_objects(index.reshape(label.shape) + 1)
     shares = {}
-    for value, box in zip(values, boxes):
-        if value:
-            wide = tuple(slice(max(side.start - REACH, 0), side.stop + REACH) for side in box)
-            # mode "nearest": a structure cut off by the field of view continues beyond it.
-            share = ndimage.gaussian_filter((label[wide] == value).astype(np.float32), SIGMA, mode="nearest",
-                                            radius=REACH - 1)
-            shares[value] = np.reshape([side.start for side in wide], (-1, 1)), share
+    for value, box in boxes_of(label).items():
+        wide = tuple(slice(max(side.start - REACH, 0), side.stop + REACH) for side in box)
+        # mode "nearest": a structure cut off by the field of view continues beyond it.
+        share = ndimage.gaussian_filter((label[wide] == value).astype(np.float32), SIGMA, mode="nearest",
+                                        radius=REACH - 1)
+        shares[value] = np.reshape([side.start for side in wide], (-1, 1)), share
     return shares
 
 
