@@ -19,6 +19,7 @@ SIGMA = 0.6
 VOTE_SIGMA = 0.5  # voxels, smoothing of votes; decides ties
 AT_VOXEL = 0.1  # voxels along each axis; a point this close to a voxel's centre counts as lying at that voxel
 EXACT = 2 ** 24  # whole numbers above this do not survive float32; the labels of mouse atlases reach 614454277
+FEW_VOXELS = 2 ** 18  # warped at once: most labels are far from them, and what is near stays in the processor's cache
 REACH = 5  # voxels around a label: as far as its smoothed share can be above zero, plus one
 
 
@@ -87,7 +88,7 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
         return apply_field(label, affine, field, fixed_affine, order=0)
     change, warped = np.linalg.inv(affine) @ fixed_affine, np.empty(field.shape[1:], label.dtype)
     once = functools.cache(functools.partial(smoothed, label))
-    for slab in slabs(warped.shape):
+    for slab in slabs(warped.shape, FEW_VOXELS):
         there = np.indices(warped[slab].shape, np.float32)
         there += _to_moving(field, change, slab)[0].numpy()
         warped[slab] = label_at(label, there, once)
@@ -173,8 +174,11 @@ def largest_share(shares, points, dtype):
     winner = np.zeros(points.shape[1], dtype)
     largest = np.zeros(points.shape[1], np.float32)
     background = np.ones(points.shape[1], np.float32)
+    least, most = points.min(1, keepdims=True), points.max(1, keepdims=True)
     for value, (corner, share) in shares.items():
         end = corner + np.reshape(share.shape, (-1, 1))
+        if (corner > most + 1).any() or (end < least).any():
+            continue
         near = np.flatnonzero((points[0] > corner[0] - 1) & (points[0] < end[0]))
         for axis, first, last in zip(points[1:], corner[1:] - 1, end[1:]):  # only few points are left
             near = near[(axis[near] > first) & (axis[near] < last)]

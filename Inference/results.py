@@ -257,7 +257,7 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
             for sentence in [] if isinstance(row, str) else row.get("warnings", []):
                 tqdm.write(f"warning: {sentence}", file=sys.stderr)
             keep_lock(out)
-            if lasted < OFTEN_S or time.monotonic() - began > SELDOM * lasted:
+            if lasted < OFTEN_S or time.monotonic() - began > min(SELDOM * lasted, 300):
                 write()
             bar.update()
     return write()
