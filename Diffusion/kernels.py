@@ -82,7 +82,8 @@ def _sums(x, parts, voxels, STEPS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: t
 @triton.jit
 def _group_means(sums, voxels, GROUP: tl.constexpr, CHANNELS: tl.constexpr):
     """For each channel the mean over all voxels of its group, from the sums of the channels."""
-    means = tl.sum(tl.reshape(sums, (CHANNELS // GROUP, GROUP)), 1) / (GROUP * voxels)
+    count = 1.0 * GROUP * voxels  # an int32 would overflow at 2^28 voxels and eight channels
+    means = tl.sum(tl.reshape(sums, (CHANNELS // GROUP, GROUP)), 1) / count
     return tl.reshape(tl.broadcast_to(means[:, None], (CHANNELS // GROUP, GROUP)), (CHANNELS,))
 
 

@@ -89,6 +89,17 @@ def test_a_flat_volume_and_one_far_from_zero_have_finite_norms():
     assert y.isfinite().all() and gradient.isfinite().all() and y.abs().max() < 0.5
 
 
+def test_the_statistics_of_a_group_with_more_values_than_32_bits_count():
+    """From the sums over such a volume: of 8 channels of 2^28 voxels with mean 3 and variance 1."""
+    voxels, channels = 2 ** 28, 8
+    sums = voxels * torch.tensor([3.0, 10.0], device=DEVICE).repeat_interleave(channels).view(1, 1, 2, channels)
+    ones, zeros = torch.ones(channels, device=DEVICE), torch.zeros(1, channels, device=DEVICE)
+    statistics = torch.empty(1, 4, channels, device=DEVICE)
+    kernels._factors[(1,)](sums, 1, ones, zeros, zeros, zeros, channels, statistics, voxels, 1e-5, GROUP=channels,
+                           ROWS=1, CHANNELS=channels)
+    assert statistics[0, :, 0].tolist() == pytest.approx([3, 1, 1, -3], rel=1e-4)
+
+
 @pytest.fixture
 def with_kernels(monkeypatch):
     """A function that has the layers take the kernels, or not; on a CPU as if it were a device."""
