@@ -74,9 +74,9 @@ def to_canonical(array, affine):
     return np.ascontiguousarray(orientations.apply_orientation(array, ornt)), new_affine
 
 
-def slabs(shape, most=MOST_VOXELS):
-    """Slices that divide the first axis into slabs of at most `most` voxels each: a list."""
-    rows = max(1, most // math.prod(shape[1:]))
+def slabs(shape, most=None):
+    """Slices that divide the first axis into slabs of at most `most` voxels each, by default MOST_VOXELS: a list."""
+    rows = max(1, (most or MOST_VOXELS) // math.prod(shape[1:]))
     return [slice(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]
 
 
