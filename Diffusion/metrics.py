@@ -32,11 +32,12 @@ def dice(first, second, labels):
 def masks_of(first, second, labels):
     """For each label its masks in two label images, of arrays cropped to the box that holds both: hundreds of labels in
     a large volume take seconds, not minutes."""
-    boxes = [boxes_of(image) for image in (first, second) if isinstance(image, np.ndarray)]
+    are_arrays = isinstance(first, np.ndarray) and isinstance(second, np.ndarray)
+    boxes = [boxes_of(first), boxes_of(second)] if are_arrays else []
     for label in labels:
         found = [each[label] for each in boxes if label in each]
         box = tuple(slice(min(span.start for span in spans), max(span.stop for span in spans))
-                    for spans in zip(*found)) or (... if not boxes or not label else slice(0))
+                    for spans in zip(*found)) or ...  # whole, also if it is the background or in neither image
         yield first[box] == label, second[box] == label
 
 

@@ -36,7 +36,8 @@ OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_fiel
            *(f"{name}.{suffix}" for name in ("warped", "warped_label") for suffix in IMAGES),
            *(f"warped_channel_{number}.nii.gz" for number in range(2, MOST_CHANNELS + 1)))  # of a pair, in its folder
 PARTS = "parts"  # folder of the results of parts of a list
-OFTEN_S, SELDOM = 0.2, 20  # results that take longer to write are written after this many times as long
+# Results that take longer than OFTEN_S to write wait SELDOM times as long for the next write, at most LATEST_S.
+OFTEN_S, SELDOM, LATEST_S = 0.2, 20, 300
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 
 
@@ -133,7 +134,7 @@ def kept_rows(earlier, settings, pairs, out):
         return {}
     kept, once = {}, functools.cache(digest)  # one volume may be in all pairs
     found = [(pair, row) for pair in pairs if (row := earlier["pairs"].get(pair["name"]))]
-    for pair, row in tqdm(found, f"checking {out}", unit="entry", delay=2, disable=not found):
+    for pair, row in tqdm(found, f"checking {out}", unit="entry", delay=2):
         if row.get("source") == source_digests(pair, once) and not damage(row.get("files"), out):
             kept[pair["name"]] = with_paths_of(pair, row)
     return kept
@@ -228,17 +229,17 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
         print(f"{out}: keeping {len(kept)} of {len(tasks)} {unit}s from an earlier run (--again repeats them)",
               file=sys.stderr)
     found = dict(kept)
-
-    began, lasted = time.monotonic(), 0.0  # the last write
+    due = 0.0  # when results.json is to be written next
 
     def write():
-        nonlocal began, lasted
+        nonlocal due
         began = time.monotonic()
         done = [(entry["name"], found[entry["name"]]) for entry in entries if entry["name"] in found]
         rows = [row for _, row in done if not isinstance(row, str)]
         failed = [{"name": name, "reason": row} for name, row in done if isinstance(row, str)]
         write_results(out, rows, failed, settings, complete=False)
-        lasted = time.monotonic() - began
+        took = time.monotonic() - began
+        due = began if took < OFTEN_S else began + min(SELDOM * took, LATEST_S)
         return rows, failed
 
     write()  # drop the rows of entries to be replaced before their files are removed
@@ -257,7 +258,7 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
             for sentence in [] if isinstance(row, str) else row.get("warnings", []):
                 tqdm.write(f"warning: {sentence}", file=sys.stderr)
             keep_lock(out)
-            if lasted < OFTEN_S or time.monotonic() - began > min(SELDOM * lasted, 300):
+            if time.monotonic() >= due:
                 write()
             bar.update()
     return write()
