@@ -321,7 +321,7 @@ def self_similarity(image, distance=1, window=3):
         # Between a thousandth and a thousand times its mean over the image, so that noise in flat parts says nothing.
         mean = variance.mean(list(range(1, dims + 2)), keepdim=True).detach().clamp(min=1e-12)
         variance = torch.minimum(torch.maximum(variance, 1e-3 * mean), 1e3 * mean)
-        return torch.exp(-distances / variance).view(batch, -1, *image.shape[2:])
+        return (distances / -variance).exp_().view(batch, -1, *image.shape[2:])
 
 
 def each_channel(image):

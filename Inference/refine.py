@@ -39,7 +39,6 @@ from Diffusion.losses import (
     correlation_slope,
     each_channel,
     local_correlation_map,
-    mind_similarity,
     self_similarity,
     soft_dice,
     table_lookup,
@@ -370,8 +369,9 @@ def force(warped, weight, pair, statistics, cfg, mean_of_all=True):
         statistics = statistics or window_statistics(fixed, window, weight)
         by_value = correlation_slope(image, fixed, statistics, window, squared, weight, mean_of_all)
         by_value[:, pair["images"]:] *= EDGES
-    elif kind == "mind":  # of descriptions, see `pair_at_level`
-        by_value = slope_of(lambda seen: mind_similarity(seen, fixed, weight), image)
+    elif kind == "mind":  # the slope of `mind_similarity`; autograd would hold four more copies of all descriptions
+        counts = image.numel() if weight is None else (compared * weight.sum()).clamp(min=1.0)
+        by_value = (fixed - image).mul_((1.0 if weight is None else weight) * (2 / counts))
     else:
         by_value = slope_of(lambda seen: MEASURES[kind](seen, fixed, window, squared, weight), image)
     if there.shape[1] and cfg["refine.structures"]:
