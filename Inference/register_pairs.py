@@ -97,8 +97,8 @@ def settings_of(args, model, cfg):
 def memory_of(pairs, args):
     """The memory that the largest pair needs, in words."""
     needed = [attempt(pair["name"], lambda pair=pair: memory_needed(
-        shape_of(pair["fixed"]), shape_of(pair["moving"]), 1 + len(channels_of(pair, "fixed")) + ("fixed_mask" in pair),
-        args.inverse, args.refine and WORKER["cfg"]["refine.grid"] == "own")) for pair in pairs]
+        shape_of(pair["fixed"]), shape_of(pair["moving"]), 1 + len(channels_of(pair, "fixed")), args.inverse,
+        args.refine and WORKER["cfg"]["refine.grid"] == "own", "moving_label" in pair)) for pair in pairs]
     largest = max((each for each in needed if not isinstance(each, str)), default=0) / 2 ** 30
     share = f" in each of {args.workers} processes" if args.workers > 1 and len(pairs) > 1 else ""
     return f"up to {largest:.1f} GiB{share}" + (", and what the network takes" if args.model != "none" else "")

@@ -68,11 +68,12 @@ from Runtime.errors import InputError, MemoryShort
 
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
 BETTER = 0.02  # similarity by which the centres must beat the headers, which are usually right
-# Host memory in bytes: for the program; for each voxel read (an image and its mask); for each voxel of the fixed grid
-# (field and warped image, and both again, read back for the picture); for each voxel of the moving grid, for the
-# inverse; and for each voxel processed at once. Measured with 1 to 125 million voxels (notebook of 2026-11).
-PROGRAM, READ, WRITTEN, INVERSE = 0.4 * 2 ** 30, 4, 42, 12
-AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 220, 20, 50
+# Host memory in bytes: for the program; for each voxel read (an image and its mask; a label map and what smooths it);
+# for each voxel of the fixed grid (field and warped image, and both again, read back for the picture); for each voxel
+# of the moving grid, for the inverse; and for each voxel processed at once, AT_ONCE for each channel. Measured with 1
+# to 157 million voxels (notebook of 2026-11 and 2026-12).
+PROGRAM, READ, LABELLED, WRITTEN, INVERSE = 0.5 * 2 ** 30, 8, 4, 42, 12
+AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 240, 20, 50
 FINE = 52  # for each voxel of the fixed grid, while it is refined slab by slab
 NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its start after going there and back
 SHORTER = {0.2: 100, 0.1: 200}  # steps of the inverse where half ones have not converged, and how many of each
@@ -334,25 +335,26 @@ def shown_part(fixed, moving, field):
 # Read: the volumes and the network
 # ---------------------------------------------------------------------------------------------------------------------
 
-def memory_needed(shape, moving_shape, images, inverse, own_grid=False):
+def memory_needed(shape, moving_shape, channels, inverse, own_grid=False, labels=False):
     """The most host memory that `register` takes, in bytes, without that of a network.
 
-    images: number on each grid, with masks and channels. own_grid: whether large volumes are refined on their own.
+    channels: images on each grid. own_grid: whether large volumes are refined on their own. labels: whether label maps
+    are warped and scored too.
     """
     fixed, moving = math.prod(shape), math.prod(moving_shape)
     fixed_part, moving_part = (min(voxels, grids.MOST_VOXELS) for voxels in (fixed, moving))
-    whole = (WRITTEN * fixed + INVERSE * moving * inverse + AT_ONCE * fixed_part
+    whole = (WRITTEN * fixed + INVERSE * moving * inverse + AT_ONCE * channels * fixed_part
              + (AT_ONCE_MOVING + AT_ONCE_INVERSE * inverse) * moving_part)
-    fine = fine_bytes(fixed, images) if own_grid and fixed > grids.MOST_VOXELS else 0
-    return int(PROGRAM + READ * images * (fixed + moving) + max(whole, fine))
+    fine = fine_bytes(fixed, channels) if own_grid and fixed > grids.MOST_VOXELS else 0
+    return int(PROGRAM + (READ * channels + LABELLED * labels) * (fixed + moving) + max(whole, fine))
 
 
-def require_memory(fixed, moving, images, inverse):
+def require_memory(fixed, moving, channels, inverse):
     """Raise MemoryShort for a pair that needs more memory than is free. fixed, moving: as for `register`."""
     shapes = shape_of(fixed), shape_of(moving)
     if None in shapes:
         return  # reading the file reports the problem
-    needed, free = memory_needed(*shapes, images, inverse), memory.measure(torch.device("cpu"))["host_free"]
+    needed, free = memory_needed(*shapes, channels, inverse), memory.measure(torch.device("cpu"))["host_free"]
     if free is not None and needed > free:
         memory.trim()  # the C library may still hold what the previous pair freed
         free = memory.measure(torch.device("cpu"))["host_free"]
@@ -368,7 +370,7 @@ def read_sides(fixed, moving, inverse, fixed_mask=None, moving_mask=None, fixed_
     fixed_channels, moving_channels = ([each] if is_path(each) or hasattr(each, "dataobj") else
                                        [] if each is None else list(each)
                                        for each in (fixed_channels, moving_channels))
-    require_memory(fixed, moving, 1 + len(fixed_channels) + (fixed_mask is not None), inverse)
+    require_memory(fixed, moving, 1 + len(fixed_channels), inverse)
     pair = []
     for side, source, mask, channels in (("fixed", fixed, fixed_mask, fixed_channels),
                                          ("moving", moving, moving_mask, moving_channels)):
@@ -799,9 +801,9 @@ def mean_spacing_mm(affine, dims):
     return float(np.exp(np.log(np.linalg.norm(affine[:3, :dims], axis=0)).mean()))
 
 
-def fine_bytes(voxels, images):
+def fine_bytes(voxels, channels):
     """The memory in bytes that `at_full_resolution` takes beside both volumes: voxels and images of the fixed grid."""
-    return FINE * images * voxels + AT_ONCE * grids.MOST_VOXELS
+    return FINE * channels * voxels + AT_ONCE * grids.MOST_VOXELS
 
 
 def _on_device(pair, device):

@@ -334,7 +334,9 @@ def test_a_pair_that_does_not_fit_in_memory_is_refused_before_it_is_read(place, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["--inverse"]])
+@pytest.mark.parametrize("words", [
+    [], ["--inverse"], ["--similarity", "mind"],
+    ["--fixed-channels", *["0.nii.gz"] * 2, "--moving-channels", *["1.nii.gz"] * 2]])
 def test_a_pair_stays_below_the_memory_that_it_says(words, tmp_path):
     for seed, shape in enumerate([(96, 112, 104), (88, 120, 96)]):
         write_volume(tmp_path / f"{seed}.nii.gz", make_subject(seed, shape)["image"], np.eye(4))
@@ -342,7 +344,8 @@ def test_a_pair_stays_below_the_memory_that_it_says(words, tmp_path):
     small = ("import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); "
              "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)")
     command = [sys.executable, "-c", small, sys.executable, "OM_register.py", "--fixed", tmp_path / "0.nii.gz",
-               "--moving", tmp_path / "1.nii.gz", "--out", tmp_path / "out", "--refine", "10", *words]
+               "--moving", tmp_path / "1.nii.gz", "--out", tmp_path / "out", "--refine", "3",
+               *(tmp_path / word if word.endswith(".gz") else word for word in words)]
     done = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     most = float(re.search("memory: up to ([0-9.]+) GiB", done.stderr)[1]) + 0.05  # as rounded

@@ -435,7 +435,7 @@ def test_too_little_memory_is_told_before_anything_is_read(far_apart, tmp_path, 
     """By the names of the files: what is read from them has none."""
     monkeypatch.setattr("Inference.registration.memory.measure", lambda device: {"host_free": 2 ** 20})
     for name in ("turn.mat", "way.nii.gz"):
-        with refused("fixed.nii.gz and .*moving.nii.gz", "to register them takes up to 0.4 GiB"):
+        with refused("fixed.nii.gz and .*moving.nii.gz", "to register them takes up to 0.5 GiB"):
             register_from(far_apart / name, far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz")
 
 
