@@ -252,16 +252,19 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
                          lambda: keep_lock(out))
     else:
         made = ((task, guarded(*task)) for task in todo)
-    with tqdm(total=len(todo), desc=doing, unit=unit, disable=not resumes) as bar:
-        for (entry, *_), row in made:
-            found[entry["name"]] = row
-            for sentence in [] if isinstance(row, str) else row.get("warnings", []):
-                tqdm.write(f"warning: {sentence}", file=sys.stderr)
-            keep_lock(out)
-            if time.monotonic() >= due:
-                write()
-            bar.update()
-    return write()
+    try:
+        with tqdm(total=len(todo), desc=doing, unit=unit, disable=not resumes) as bar:
+            for (entry, *_), row in made:
+                found[entry["name"]] = row
+                for sentence in [] if isinstance(row, str) else row.get("warnings", []):
+                    tqdm.write(f"warning: {sentence}", file=sys.stderr)
+                keep_lock(out)
+                if time.monotonic() >= due:
+                    write()
+                bar.update()
+    finally:  # Ctrl-C must not cost the entries that were done since the last write
+        rows, failed = write()
+    return rows, failed
 
 
 def keep_lock(out):

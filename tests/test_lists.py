@@ -271,6 +271,17 @@ def test_results_that_take_long_to_write_are_not_written_after_each_pair(tmp_pat
     assert len(written) < 50 and len(rows) == 100 and set(read_results(tmp_path)["pairs"]) == {
         entry["name"] for entry, _ in tasks}, "each write takes as long as all pairs so far"
 
+    def interrupted(entry, *_):
+        if entry["name"] == "pair 99":
+            raise KeyboardInterrupt
+        return {**row, "name": entry["name"]}
+
+    monkeypatch.setattr(inference_results, "OFTEN_S", 1e9)  # not written again before the end
+    monkeypatch.setattr(inference_results, "SELDOM", 1e9)
+    with pytest.raises(KeyboardInterrupt):
+        do_all(tmp_path, tasks, interrupted, {}, again=True)
+    assert len(read_results(tmp_path)["pairs"]) == 99, "Ctrl-C costs what was done since the last write"
+
 
 def test_volumes_with_one_name_are_told_apart_by_their_folders(data, tmp_path):
     """As in s1/T1.nii.gz, named one by one or as a folder: they once had one name, and so would be one person."""
