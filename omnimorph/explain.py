@@ -39,9 +39,11 @@ def matching_rows(text, rows):
     In a fragment `...` and `{}` stand for any text, spaces for any space. What a fragment has matched is taken out of
     the text, so that "CUDA out of memory" is not also the "out of memory" of a host.
     """
-    found = {}
+    found, lower = {}, text.lower()
     for fragment, number in sorted(((fragment, number) for number, row in enumerate(rows) for fragment in row[0]),
                                    key=lambda entry: -len(entry[0])):
+        if not all(word in lower for word in re.split(r"\.\.\.|\{\}|\s+", fragment.lower())):
+            continue  # found a hundred times faster than by the expression, in a log of megabytes
         parts = [re.escape(part).replace(r"\ ", r"\s+") for part in re.split(r"\.\.\.|\{\}", fragment)]
         text, count = re.subn(".*?".join(parts), "\0", text, flags=re.IGNORECASE)
         if count:
@@ -80,12 +82,12 @@ def matching_refusals(text, refusals):
     The literal pieces are searched in order, without a regular expression: one with many wildcards takes minutes on a
     log of megabytes.
     """
-    lines = [line.lower() for line in text.splitlines()]
-    found = []
+    text = text.lower()
+    lines, found = text.splitlines(), []
     for template, name in refusals:
         pieces = [piece.lower() for piece in template.split("{}") if piece]
         longest = max(pieces, key=len)
-        if any(longest in line and _in_order(pieces, line) for line in lines):
+        if longest in text and any(longest in line and _in_order(pieces, line) for line in lines):
             found.append((len("".join(pieces)), template, name))
     return [(template, name) for _, template, name in sorted(found, reverse=True)]
 
