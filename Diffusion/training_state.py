@@ -197,8 +197,8 @@ def announce(run):
     """Record and print what this launch runs with, and open the log for TensorBoard. Rank 0 calls this."""
     cfg, step, volumes, held_out = run.cfg, run.progress.step, len(run.dataset), len(run.held_out)
     try:
-        save_launch(run.folder, cfg, step, run.modes)
         fix_step(run.folder, cfg, run.ranks.step["ranks"], trains=True)
+        save_launch(run.folder, cfg, step, run.modes)
         write_file(run.folder / "data.csv", as_csv(run.data))
     except OSError as error:  # a full disk may have room again when the next checkpoint is due
         print(f"{run.folder}: what this launch runs with could not be written: {error}", file=sys.stderr)
