@@ -136,7 +136,7 @@ def test_a_disk_that_is_almost_full_is_found(tmp_path):
 def test_real_logs_of_a_slow_rank_a_shut_gate_a_clipped_mode_and_nan(tmp_path):
     """One launch of two ranks in which four things are wrong; the end is told by the user's command."""
     folder = new_folder(tmp_path, "run")
-    slow = [{"id": f"slow {phase}", "do": "slow_down", "share": 2.0, "rank": 1, "phase": phase, "always": True}
+    slow = [{"id": f"slow {phase}", "do": "slow_down", "share": 1.0, "rank": 1, "phase": phase, "always": True}
             for phase in ("deform", "forward", "accumulate", "backward", "optimizer")]  # in all phases of its own work
     nan = [{"id": f"nan {step}", "do": "nan_batch", "rank": 0, "phase": "forward", "mode": "diffusion", "step": step}
            for step in (200, 210, 220, 230)]
