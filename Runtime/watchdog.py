@@ -48,7 +48,7 @@ def start(run, rank, attempt, cfg, launcher):
         (run / f"rank{rank}.stack").unlink(missing_ok=True)
         stack = open(run / f"rank{rank}.stack", "w")
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    file = os.open(run / f"rank{rank}.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
+    file = os.open(run / f"rank{rank}.jsonl", os.O_RDWR | os.O_CREAT, 0o666)
     end = os.fstat(file).st_size
     if end and os.pread(file, 1, end - 1) != b"\n":
         end += os.pwrite(file, b"\n", end)  # a node died in the middle of a line

@@ -61,6 +61,16 @@ def test_the_log_survives_a_kill_and_ends_with_the_place(tmp_path):
     assert now["number"] == 3 and abs(now["time"] - time.time()) < 20
 
 
+@pytest.mark.parametrize("umask, mode", [(0o002, 0o664), (0o077, 0o600)])
+def test_who_may_write_the_log_is_for_the_umask_to_say(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        run_process(tmp_path, "")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {mode}
+
+
 @pytest.mark.parametrize("hang", ["time.sleep(15)", "ctypes.PyDLL(None).sleep(15)"])  # the latter keeps the GIL
 def test_a_phase_beyond_its_deadline_ends_the_process_and_names_the_function(tmp_path, hang):
     body = (f"def culprit():\n    {hang}\nprint(time.time(), flush=True)\n"
