@@ -37,11 +37,22 @@ class TakenOver(InputError):
 
 
 def generations(cfg):
-    """Folders of the runs of a config's name, newest first: {number: `<run.models>/<data>_<net>`, `...-2`, `...-3`}."""
+    """Folders of the runs of a config's name, newest first: {number: `<run.models>/<data>_<net>`, `...-2`, `...-3`}.
+
+    Without those of other users in which this user may not write: they cannot be continued.
+    """
     name = f"{cfg['data.name']}_{cfg['model.name']}"
     matches = [(re.fullmatch(re.escape(name) + r"(?:-([1-9]\d*))?", path.name), path)
                for path in listed(cfg["run.models"])]
-    return dict(sorted(((int(match[1] or 1), path) for match, path in matches if match), reverse=True))
+    return dict(sorted(((int(match[1] or 1), path) for match, path in matches if match and not _is_closed(path)),
+                       reverse=True))
+
+
+def _is_closed(folder):
+    """Whether a folder belongs to another user, and this one may not write there."""
+    # The owner counts because os.access also says no if the file system does not respond.
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(folder).st_uid != _user() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK)
 
 
 def run_folder(cfg, fresh=False):

@@ -18,12 +18,12 @@ import pytest
 
 from Inference.results import do_all
 from Runtime import run_lock
-from Runtime.config import save_config
+from Runtime.config import load_config, save_config
 from Runtime.errors import InputError
 from Runtime.files import is_passing, patiently, write_file
 from Runtime.run_lock import CLAIM_S, TakenOver, assert_held, lock, run_folder, touch, unlock
 from tests import launching
-from tests.tiny import ROOT, config, stand_in
+from tests.tiny import CONFIG, ROOT, config, stand_in
 
 # Takes the lock once the file `go` is there, and lives until its input ends.
 HOLD = """
@@ -488,3 +488,21 @@ def test_of_several_generations_that_with_the_settings_of_the_command_is_continu
     assert name == "brain_om_net-2" and "no run of this name has these settings" in said
     (tmp_path / "brain_om_net-3").mkdir()  # a --fresh that never came to train
     assert chosen(**{"loss.regul": 10.0}) == ("brain_om_net-3", "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can work as another user")
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_run_in_which_only_another_user_may_write_is_not_continued(mode):
+    """With these settings and the newest, so that this user's own could not be continued."""
+    program = ("import os, sys\nfrom Runtime.config import load_config\nfrom Runtime.run_lock import run_folder\n"
+               "os.setuid(65534)\nprint(run_folder(load_config(*sys.argv[1:2], sys.argv[2:])).name)")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        for name, owner in (("brain_om_net", 65534), ("brain_om_net-2", 0)):
+            (Path(folder) / name / "tmp").mkdir(parents=True)
+            os.chown(Path(folder) / name, owner, owner)
+            (Path(folder) / name).chmod(mode)
+        overrides = [f"run.models={folder}", "data.name=brain"]
+        found = subprocess.check_output([sys.executable, "-c", program, CONFIG, *overrides], cwd=ROOT, text=True)
+        assert found == "brain_om_net\n"
+        assert run_folder(load_config(CONFIG, overrides)).name == "brain_om_net-2"  # root may write anywhere
