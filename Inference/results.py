@@ -5,6 +5,7 @@ row, or with files that differ from its row, counts as not done: a kill between 
 of a pair are removed before the first new one is written, so that a new image never lies beside an old field.
 """
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -242,9 +243,12 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
         due = began if took < OFTEN_S else began + min(SELDOM * took, LATEST_S)
         return rows, failed
 
-    write()  # drop the rows of entries to be replaced before their files are removed
     todo = [(entry, folder, earlier["pairs"].get(entry["name"])) for entry, folder in tasks
             if entry["name"] not in kept]
+    for _, folder, _ in todo:  # before their rows are dropped: another user's results would stay without them
+        if folder.is_dir() and not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    write()  # drop the rows of entries to be replaced before their files are removed
     guarded = functools.partial(do_one, function, str(out), resumes)
     if workers > 1 and len(todo) > 1:
         share = max(1, torch.get_num_threads() // min(workers, len(todo)))

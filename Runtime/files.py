@@ -246,8 +246,8 @@ def remove_leftovers(folder):
             if path.is_file() and (is_old or host == socket.gethostname() and not is_alive(int(pid))):
                 path.unlink()
                 removed.append(path)
-        except FileNotFoundError:
-            continue  # its process has renamed it in the meantime
+        except (FileNotFoundError, PermissionError):
+            continue  # its process has renamed it in the meantime, or its user alone may remove it
     return removed
 
 

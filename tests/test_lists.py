@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import nibabel
@@ -281,6 +282,30 @@ def test_results_that_take_long_to_write_are_not_written_after_each_pair(tmp_pat
     with pytest.raises(KeyboardInterrupt):
         do_all(tmp_path, tasks, interrupted, {}, again=True)
     assert len(read_results(tmp_path)["pairs"]) == 99, "Ctrl-C costs what was done since the last write"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can work as another user")
+def test_rows_of_another_user_whose_files_cannot_be_replaced_are_kept():
+    """In a folder of both, with a partial file that only its user may remove."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        out = Path(folder)
+        out.chmod(0o777)
+        write_results(out, [{"name": "a", "folder": out / "a", "labels": {}}], [], {"n": 1}, complete=True)
+        (out / "a").mkdir()
+        (out / "a/.x.tmp-elsewhere-1").touch()
+        os.utime(out / "a/.x.tmp-elsewhere-1", (0, 0))
+        before = (out / "results.json").read_bytes()
+        child = os.fork()
+        if not child:
+            os.setuid(65534)
+            try:
+                do_all(out, [({"name": "a"}, out / "a")], lambda *_: {}, {"n": 2})
+            except PermissionError as error:
+                os._exit(error.filename != str(out / "a"))
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (out / "results.json").read_bytes() == before
 
 
 def test_volumes_with_one_name_are_told_apart_by_their_folders(data, tmp_path):
