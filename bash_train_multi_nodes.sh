@@ -93,7 +93,7 @@ split() {  # pass standard input on and to the log; `tee` gives up a file on a f
 }
 
 log=Logs/train_multi_${SLURM_JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}.out
-if ! mkdir -p Logs || ! touch "$log"; then exec > >(drain)
+if ! mkdir -p Logs || ! touch "$log"; then log=none; exec > >(drain)
 elif [[ /dev/stdout -ef $log ]]; then exec > >(drain)  # under sbatch
 else exec > >(split)
 fi
