@@ -250,8 +250,9 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     write()  # drop the rows of entries to be replaced before their files are removed
     guarded = functools.partial(do_one, function, str(out), resumes)
-    if workers > 1 and len(todo) > 1:
-        share = max(1, torch.get_num_threads() // min(workers, len(todo)))
+    if workers > 1 and len(tasks) > 1 and todo:
+        # Of all tasks, not of those left: threads decide the rounding, so a resumed run gives the same bytes.
+        share = max(1, torch.get_num_threads() // min(workers, len(tasks)))
         made = run_tasks(guarded, todo, workers, str(out), begin_worker, (share, begin),
                          lambda: keep_lock(out))
     else:

@@ -13,6 +13,7 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+import torch
 
 import OM_evaluate
 import OM_register
@@ -306,6 +307,26 @@ def test_rows_of_another_user_whose_files_cannot_be_replaced_are_kept():
                 os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
         assert (out / "results.json").read_bytes() == before
+
+
+def threads_of_a_pair(entry, folder, _earlier):
+    (folder / entry["name"]).write_text("a field")
+    return {"name": entry["name"], "folder": str(folder), "labels": {}, "threads": torch.get_num_threads(),
+            "files": file_digests([folder / entry["name"]], folder)}
+
+
+@pytest.mark.slow
+def test_the_last_pair_of_a_resumed_list_has_the_threads_of_the_others(tmp_path):
+    """Other threads, other rounding: the same command would give other bytes after a kill."""
+    tasks, before = [({"name": f"pair {number}"}, tmp_path) for number in range(2)], torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        whole, _ = do_all(tmp_path, tasks, threads_of_a_pair, {}, workers=2)
+        write_results(tmp_path, whole[:1], [], {}, complete=False)
+        resumed, _ = do_all(tmp_path, tasks, threads_of_a_pair, {}, workers=2)
+    finally:
+        torch.set_num_threads(before)
+    assert [row["threads"] for row in whole] == [row["threads"] for row in resumed] == [2, 2]
 
 
 def test_volumes_with_one_name_are_told_apart_by_their_folders(data, tmp_path):
