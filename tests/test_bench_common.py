@@ -6,15 +6,18 @@ import sys
 import types
 
 import bench_augment
+import bench_data
 import bench_modes
 import bench_registration
 import bench_segment
 import common
 import first_day
 import numpy as np
+import peers
 import pytest
 import torch
 
+from Runtime.errors import InputError
 from tests import tiny
 
 
@@ -140,3 +143,20 @@ def test_the_first_day_ends_with_one_sections_figures_or_the_count_of_several(se
 def test_a_benchmark_on_a_cluster_needs_no_pytest(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytest", None)
     assert runpy.run_path(tiny.__file__)["begin"]
+
+
+def test_a_peer_that_cannot_run_says_what_its_interpreter_needs(tmp_path):
+    with pytest.raises(InputError) as said:
+        list(peers.start_peer("no-such-method", {}, tmp_path, sys.executable, 1))
+    assert f"{sys.executable} needs the packages of requirements-peers.txt" in str(said.value)
+    assert "--methods" not in str(said.value)  # bench_template.py and bench_universal.py have no such option
+
+
+def test_the_last_line_is_json_also_without_monai(monkeypatch, capsys):
+    for name, value in {"speed": (40.0, float("nan")), "growth": 0.0, "wait_share": 0.0, "make_volumes": [],
+                        "prepare": None}.items():
+        monkeypatch.setattr(bench_data, name, lambda *words, value=value: value)
+    monkeypatch.setattr(sys, "argv", ["bench_data.py"])
+    bench_data.main()
+    last = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
+    assert last["cache_vs_monai"] is None and last["cache_vs_nibabel"] == 40

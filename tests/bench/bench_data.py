@@ -7,6 +7,7 @@ training's own loader reads the prepared cache; it is compared with nibabel read
 (decompressed and scaled to [0, 1], nothing resampled) and with MONAI's PersistentDataset in a DataLoader. Cache and
 MONAI have their best number of workers, nibabel has none: in as many processes as there are cores it is that much
 faster. Each method has its own process; they take turns, with all files in the page cache; figures are medians.
+Without MONAI its figure is nan in the list and null in the JSON.
 pss_growth: memory of 8 loader workers against 1, as proportional set sizes (pages shared by processes count once),
 minus that of the same workers before they read anything; each worker reads every volume.
 data_wait_share: share of phase "data" in the steps of the hippocampus config, after the first ten. The phase ends when
@@ -16,6 +17,7 @@ Real hippocampus volumes come from ../shared/data/hippocampus if present, else s
 import argparse
 import gzip
 import json
+import math
 import os
 import re
 import statistics
@@ -250,7 +252,7 @@ def main():
         target, word = TARGETS[name]
         met = value >= target if word == "least" else value <= target
         print(f"{name} = {value:.4g}, target at {word} {target}: {'met' if met else 'NOT met'}")
-    print("\n" + json.dumps({name: round(value, 5) for name, value in result.items()}))
+    print("\n" + json.dumps({name: None if math.isnan(value) else round(value, 5) for name, value in result.items()}))
 
 
 if __name__ == "__main__":

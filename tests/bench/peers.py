@@ -141,8 +141,8 @@ def start_peer(name, job, folder, python, threads):
         code = process.wait()
     if code:
         last = (folder / "log.txt").read_text().strip().splitlines() or ["it said nothing"]
-        raise InputError(f"{name}: it ended with {code} ({last[-1][:200]}); see {folder / 'log.txt'}, or leave the "
-                         "method out by --methods.")
+        raise InputError(f"{name}: it ended with {code} ({last[-1][:200]}); see {folder / 'log.txt'}. {python} needs "
+                         "the packages of requirements-peers.txt.")
 
 
 def peers_python(given):
