@@ -61,6 +61,7 @@ COLUMNS = ("similarity", "dice", "folding_percent")
 def template(args):
     """`omnimorph template`; returns the exit code."""
     items = common.volumes_of(args.images, args.ids, args.subject_pattern)
+    items.sort(key=lambda item: item["id"])  # a mean in another order is rounded differently, and rounds amplify that
     if len(items) < FEWEST:
         raise InputError(f"{items[0]['image']}: it has {len(items)} volume; a template needs {FEWEST} subjects or "
                          "more.")

@@ -264,7 +264,8 @@ def test_a_second_run_keeps_it_and_a_broken_off_one_gives_the_same(place, capsys
     results = place / "out/results.json"
     content = json.loads(results.read_text())
     results.write_text(json.dumps({**content, "complete": False}))
-    assert run(place, "--strict") == 43  # all anew, and one subject is left out
+    images = [place / "broken.nii.gz", *sorted((place / "group/imagesTr").iterdir(), reverse=True)]
+    assert run(place, "--strict", "--images", *map(str, images)) == 43  # all anew, and one subject is left out
     assert "error: broken is left out" in capsys.readouterr().err
     assert (place / "out/template.nii.gz").read_bytes() == template
 
