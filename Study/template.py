@@ -24,7 +24,7 @@ from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid, vo
 from Dataloader.nifti import into_plane, read_label, read_volume, write_field, write_volume
 from Dataloader.volume import dims_of, read_source
 from Diffusion.fields import compose, exponential, then_affine
-from Diffusion.metrics import average, dice
+from Diffusion.metrics import average, dice, dice_of_pairs
 from Inference.bids import require_own_bids, require_own_names
 from Inference.labels import apply_field, apply_label, vote, without_affine
 from Inference.registration import Known
@@ -417,8 +417,7 @@ def finish(out, rows, image, affine, items, left_out, history):
                 scores = dice(maps[row["name"]], label, values)
                 row["dice"], row["labels"] = average(scores), {str(value): {"dice": None if score != score else score}
                                                                for value, score in zip(values, scores)}
-        pairs = average([average(dice(one, other, values)) for number, one in enumerate(maps.values())
-                         for other in list(maps.values())[:number]])
+        pairs = dice_of_pairs(list(maps.values()), values)
         if pairs is not None:
             history[-1]["dice_pairs"] = pairs
     failed = [{"name": name, "reason": reason, "source": items[name]["source"]} for name, reason in left_out.items()]

@@ -1,6 +1,7 @@
 """Scores on shapes whose answer is known."""
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from scipy import ndimage
 
 from Diffusion.fields import affine_field
-from Diffusion.metrics import dice, folding_percent, folding_scores, hd95, sdlogj
+from Diffusion.metrics import average, dice, dice_of_pairs, folding_percent, folding_scores, hd95, sdlogj
 from tests.test_nifti import tilted_affine
 
 SIZE = (15, 18, 21)
@@ -53,6 +54,20 @@ def test_each_label_has_the_score_it_has_alone(labels):
     assert np.array_equal(found, [[dice(*masks, [1])[0] for masks in alone],
                                   [hd95(*masks, [1], (1, 2, 3))[0] for masks in alone]], equal_nan=True)
     assert np.array_equal(found[0], dice(*map(torch.as_tensor, (first, second)), labels), equal_nan=True)
+
+
+def test_the_mean_dice_of_all_pairs_is_that_of_the_pairs_one_by_one():
+    rng = np.random.default_rng(0)
+    maps = [rng.choice([0, 1, 2, 3, 5, 70_000], (6, 7, 8)).astype(np.int32) for _ in range(7)]
+    maps[2][maps[2] == 5] = 0
+    maps[3][:] = 0
+    for labels in ([1, 2, 3, 5, 70_000], [9], []):
+        one_by_one = [average(dice(one, other, labels)) for number, one in enumerate(maps) for other in maps[:number]]
+        assert dice_of_pairs(maps, labels) == average(one_by_one)
+    assert dice_of_pairs(maps[:1], [1]) is None
+    many = [np.roll(np.arange(8000).reshape(20, 20, 20) // 250 % 20, number, 0) for number in range(200)]
+    began = time.process_time()
+    assert 0 < dice_of_pairs(many, range(1, 20)) < 1 and time.process_time() - began < 3, "one by one they take 12 s"
 
 
 def test_dice_of_different_shapes_raises():
