@@ -4,6 +4,7 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
@@ -12,13 +13,15 @@ from concurrent.futures.process import BrokenProcessPool
 from Runtime.errors import InputError, Unbreakable, keep_freed_memory, take_all_names
 
 POLL_S = 0.3
+WORKER = {}  # in each process: its function
 MOST_ON_WINDOWS = 61  # processes of a pool
 
 
 def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhile=None):
     """Yield (task, function(*task)) in the order in which the tasks end.
 
-    function, begin: module-level functions, since new processes import them. tasks: list of tuples of plain data.
+    function, begin: module-level functions, since new processes import them; what a functools.partial holds is sent to
+    each process once. tasks: list of tuples of plain data.
     workers: number of processes, at most one per task. what: beginning of the error, such as the results folder.
     begin(*arguments) is called once in each process before its first task. meanwhile() is called here about three
     times a second while tasks run.
@@ -27,16 +30,21 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
     processes = min(workers, len(tasks), MOST_ON_WINDOWS if os.name == "nt" else workers)
     context = multiprocessing.get_context("spawn")
     with starts_processes(what):
-        pool = concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (begin, arguments))
+        pool = concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (function, begin, arguments))
+    ended = queue.SimpleQueue()  # to wait for all of thousands of futures takes long after each
     waiting = None  # until all processes have been started
     try:
         with starts_processes(what):
-            waiting = {pool.submit(function, *task): task for task in tasks}
+            waiting = {pool.submit(_do, task): task for task in tasks}
+        for future in waiting:
+            future.add_done_callback(ended.put)
         while waiting:
-            ended, _ = concurrent.futures.wait(waiting, POLL_S, concurrent.futures.FIRST_COMPLETED)
+            future = None
+            with contextlib.suppress(queue.Empty):
+                future = ended.get(timeout=POLL_S)
             if meanwhile:
                 meanwhile()
-            for future in ended:
+            if future:
                 yield waiting.pop(future), future.result()
     except (BrokenProcessPool, MemoryError):
         started = list((pool._processes or {}).values())
@@ -80,8 +88,9 @@ def starts_processes(what, fewer="give fewer --workers"):
                          "writable folder in memory with free space: mount a tmpfs there.") from error
 
 
-def _begin(begin, arguments):
+def _begin(function, begin, arguments):
     """Set up a new process: it ignores Ctrl-C, ends with its parent, keeps freed memory and survives a full log."""
+    WORKER["function"] = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
@@ -89,6 +98,10 @@ def _begin(begin, arguments):
     sys.stdout, sys.stderr = map(Unbreakable, (sys.stdout, sys.stderr))
     if begin:
         begin(*arguments)
+
+
+def _do(task):
+    return WORKER["function"](*task)
 
 
 def _end_with_parent():
