@@ -64,9 +64,10 @@ def all_rows(sources):
                              "segment.")
         unfinished += said_if_unfinished(source, earlier)
         judged = judge_list(found) if all("similarity" in row for row in found) else found
+        spreads = spreads_of(judged)
         prefix = f"{Path(os.path.abspath(folder)).name}/" if len(sources) > 1 else ""  # "." too has a name
         failed += [{**entry, "name": prefix + entry["name"]} for entry in earlier["failed"]]
-        rows += [{**row, **outlier_of(row, judged), "name": prefix + row["name"]} for row in judged]
+        rows += [{**row, **outlier_of(row, spreads), "name": prefix + row["name"]} for row in judged]
     if not rows:
         raise InputError(f"{sources[0]}: none of its {len(failed)} entries could be processed: "
                          f"{failed[0]['name']}: {failed[0]['reason']}")
@@ -76,11 +77,17 @@ def all_rows(sources):
     return rows, failed, unfinished
 
 
-def outlier_of(row, rows):
-    """dict of outlier, the column furthest out on its bad side or "", and outlier_z, in robust standard deviations."""
+def spreads_of(rows):
+    """`spread_of` each column of BAD_SIDE, once for all rows."""
+    return {key: spread_of(key, rows) for key in BAD_SIDE}
+
+
+def outlier_of(row, spreads):
+    """dict of outlier, the column furthest out on its bad side or "", and outlier_z, in robust standard deviations.
+    spreads: of all rows, from `spreads_of`."""
     worst, name = 0.0, ""
     for key, bad in BAD_SIDE.items():
-        middle, spread, count = spread_of(key, rows)
+        middle, spread, count = spreads[key]
         far = bad * (row[key] - middle) / max(spread, LEAST.get(key, 1e-6)) if count and row.get(key) is not None else 0
         if far > worst:
             worst, name = far, key

@@ -17,7 +17,7 @@ from Runtime.errors import InputError
 from Study import motion
 from Study.common import locked
 from Study.motion import displacement, parameters_of
-from Study.qc import outlier_of
+from Study.qc import outlier_of, spreads_of
 from tests import test_jacobian
 from tests.test_jacobian import table, texture
 
@@ -58,17 +58,18 @@ def change_rows(folder, change):
 
 def test_an_outlier_is_told_by_its_worst_number():
     rows = [{"similarity": 0.8 + 0.001 * number, "sdlogj": 0.1} for number in range(9)]
-    assert outlier_of(rows[4], rows)["outlier"] == "" and outlier_of({"similarity": 0.9}, rows)["outlier"] == ""
-    found = outlier_of({"similarity": 0.804 - 6 * 0.03 * 0.804, "sdlogj": 0.11}, rows)
+    spreads = spreads_of(rows)
+    assert outlier_of(rows[4], spreads)["outlier"] == "" and outlier_of({"similarity": 0.9}, spreads)["outlier"] == ""
+    found = outlier_of({"similarity": 0.804 - 6 * 0.03 * 0.804, "sdlogj": 0.11}, spreads)
     assert found["outlier"] == "similarity" and found["outlier_z"] == pytest.approx(6, abs=1e-6)
-    assert outlier_of({"similarity": 0.1}, rows[:7])["outlier"] == ""  # too few to say
+    assert outlier_of({"similarity": 0.1}, spreads_of(rows[:7]))["outlier"] == ""  # too few to say
 
 
 @pytest.mark.parametrize("key, little, much", [("folding_body_percent", 0.0004, 1.1), ("turn_degrees", 0.3, 6.0),
                                                ("shear_degrees", 0.1, 6.0)])
 def test_a_little_among_zeros_is_no_outlier(key, little, much):
-    rows = [{key: 0.0} for _ in range(9)]
-    assert outlier_of({key: little}, rows)["outlier"] == "" and outlier_of({key: much}, rows)["outlier"] == key
+    spreads = spreads_of([{key: 0.0} for _ in range(9)])
+    assert outlier_of({key: little}, spreads)["outlier"] == "" and outlier_of({key: much}, spreads)["outlier"] == key
 
 
 @pytest.mark.slow
