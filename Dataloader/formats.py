@@ -119,14 +119,20 @@ def size_and_time(path):
     return [sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)]
 
 
-def same_volume(one, other):
+def place_of(path):
+    """Where a volume lies, behind all links, and its `size_and_time`."""
+    return os.path.realpath(path), *size_and_time(path)
+
+
+def same_volume(one, other, placed=place_of):
     """Whether two paths lead to the same volume: to the same file, or to copies of it.
 
-    A file that this user may not read counts as another one: reading it will give the reason.
+    A file that this user may not read counts as another one: reading it will give the reason. placed: `place_of`, or
+    one that remembers.
     """
-    if os.path.realpath(one) == os.path.realpath(other):
+    (place, size, time), (other_place, other_size, other_time) = placed(one), placed(other)
+    if place == other_place:
         return True
-    (size, time), (other_size, other_time) = size_and_time(one), size_and_time(other)
     with contextlib.suppress(PermissionError):
         return size == other_size and _digest_at(one, time) == _digest_at(other, other_time)
     return False

@@ -17,7 +17,7 @@ from Dataloader.datalist import (
     trainable,
     volume_id,
 )
-from Dataloader.formats import same_volume
+from Dataloader.formats import place_of, same_volume
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
     ROUNDED,
@@ -175,8 +175,8 @@ def prepare_worker(job):
 def set_targets(targets, job):
     """Let this process use those targets of a list that are not unusable."""
     WORKER["targets"] = [target for target in targets if target["id"] not in job["unusable"]]
-    placed_target.cache_clear()
-    targets_of.cache_clear()
+    for each in (placed_target, targets_of, place_once):
+        each.cache_clear()
 
 
 @functools.lru_cache(maxsize=8)
@@ -187,10 +187,14 @@ def placed_target(number):
     return placed.view(1, cfg["data.channels"], *placed.shape[-cfg["model.dims"]:])
 
 
+place_once = functools.cache(place_of)  # thousands of targets are compared with each of thousands of volumes
+
+
 @functools.lru_cache(maxsize=None)
 def targets_of(image):
     """Indices of the targets for the volume in this file, excluding the volume itself and copies of it."""
-    return [number for number, target in enumerate(WORKER["targets"]) if not same_volume(target["image"], image)]
+    return [number for number, target in enumerate(WORKER["targets"])
+            if not same_volume(target["image"], image, place_once)]
 
 
 def target_of(item, rng_key):

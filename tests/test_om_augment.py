@@ -587,6 +587,18 @@ def test_targets_that_are_copies_renamed_or_masked_anew(tmp_path, capsys, monkey
     assert "has draws with another --target, or other content in it; name a new folder" in capsys.readouterr().err
 
 
+def test_each_volume_is_looked_up_once_for_all_targets(tmp_path, monkeypatch):
+    """2000 volumes and 2000 targets are 4 million comparisons, which took minutes in each process."""
+    paths, looked_up, found = [tmp_path / f"v{number}.nii.gz" for number in range(6)], [], os.path.realpath
+    for number, path in enumerate(paths):
+        path.write_bytes(b"x" * (number % 5))  # the first and the last are copies
+    monkeypatch.setattr(augment_volumes, "WORKER", {})
+    monkeypatch.setattr(os.path, "realpath", lambda path, **more: looked_up.append(path) or found(path, **more))
+    augment_volumes.set_targets([{"id": path.name, "image": path} for path in paths], {"unusable": {}})
+    assert [len(augment_volumes.targets_of(path)) for path in paths] == [4, 5, 5, 5, 5, 4]
+    assert sorted(looked_up) == paths
+
+
 def test_a_target_that_cannot_be_used_is_left_out_in_every_process(data, capsys):
     (data / "data/imagesTr").rename(data / "targets")
     words = ["--image", data / "targets/s_002.nii.gz", *WORDS, "--target", data / "targets", "--register"]
