@@ -34,14 +34,14 @@ def dice(first, second, labels):
 def dice_of_pairs(maps, labels):
     """The mean over all pairs of label maps of a pair's mean `dice`; None if no pair has any of the labels.
 
-    maps: list of integer arrays of one shape. With hundreds of maps, tens of thousands of pairs took hours one by one:
-    the voxels that two maps share are a product of matrices, in pieces whose counts are exact in float32.
+    maps: list of integer arrays of one shape, at least one. The voxels that two maps share are a product of matrices,
+    in pieces whose counts are exact in float32: one by one, the pairs of hundreds of maps took hours.
     """
     scores, known = np.zeros((2, len(maps), len(maps)))
     for masks in masks_of(maps, labels):
-        masks, shared = np.reshape(masks, (len(maps), -1)), np.zeros((len(maps), len(maps)))
-        for first in range(0, masks.shape[1], COUNTED):
-            piece = masks[:, first:first + COUNTED]
+        masks, shared = [mask.reshape(-1) for mask in masks], np.zeros((len(maps), len(maps)))
+        for first in range(0, masks[0].size, COUNTED):
+            piece = np.stack([mask[first:first + COUNTED] for mask in masks])
             piece = piece[:, piece.any(0)].astype(np.float32)
             shared += piece @ piece.T
         sizes = shared.diagonal()[:, None] + shared.diagonal()
