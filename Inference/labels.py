@@ -222,11 +222,14 @@ def vote(maps):
     maps: list of (*size) integers.
     Returns: label (*size) of the maps' dtype; agreement (*size) float32, the share of the maps that have this label.
     """
-    maps = np.stack(maps)
-    winner, most = np.zeros(maps.shape[1:], maps.dtype), np.full(maps.shape[1:], -1.0, np.float32)
-    for value in np.unique(maps):
-        votes = (maps == value).mean(0, dtype=np.float32)
-        votes = ndimage.gaussian_filter(votes, VOTE_SIGMA) if len(maps) > 1 else votes
+    winner = np.zeros(maps[0].shape, np.result_type(*maps))
+    most = np.full(winner.shape, -1.0, np.float32)
+
+    def share(value):  # map by map: stacked, those of hundreds of brains would not fit into memory
+        return sum((each == value).astype(np.float32) for each in maps) / len(maps)
+
+    for value in functools.reduce(np.union1d, map(np.unique, maps)):
+        votes = ndimage.gaussian_filter(share(value), VOTE_SIGMA) if len(maps) > 1 else share(value)
         winner = np.where(votes > most, value, winner)
         most = np.maximum(votes, most)
-    return winner, (maps == winner).mean(0, dtype=np.float32)
+    return winner, share(winner)
