@@ -267,7 +267,8 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
                 if time.monotonic() >= due:
                     write()
                 bar.update()
-    finally:  # Ctrl-C must not cost the entries that were done since the last write
+    finally:  # Ctrl-C, or a worker that was killed, must not cost the entries that were done since the last write
+        keep_lock(out)  # raises if another program has taken over the results
         rows, failed = write()
     return rows, failed
 

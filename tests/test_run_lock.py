@@ -181,6 +181,20 @@ def test_work_in_a_folder_below_touches_the_lock(tmp_path):
     assert time.time() - (tmp_path / "lock.json").stat().st_mtime < 60
 
 
+def test_results_that_another_program_has_taken_over_are_not_written(tmp_path):
+    lock(tmp_path, 60)
+
+    def taken_over(*_):
+        content = json.loads((tmp_path / "lock.json").read_text())
+        (tmp_path / "lock.json").write_text(json.dumps({**content, "token": "another"}))
+        (tmp_path / "results.json").write_text("of another program")
+        return {"name": "a", "folder": str(tmp_path), "labels": {}, "files": {}}
+
+    with pytest.raises(TakenOver):
+        do_all(tmp_path, [({"name": "a"}, tmp_path)], taken_over, {})
+    assert (tmp_path / "results.json").read_text() == "of another program"
+
+
 def test_another_machine_of_the_same_name_keeps_its_lock(tmp_path):
     """Such as two that are both called localhost: another boot is no reboot."""
     lock(tmp_path, 60)
