@@ -747,12 +747,9 @@ NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and
 def _with_channels(root, items, channels):
     """The items with the files of each volume's channels together. Raises InputError for another number of files."""
     if channels > 1 and not any("channels" in item for item in items):
-        matches = [NUMBERED.fullmatch(_stem(item["image"])) for item in items]
-        numbers = {int(match[2]) for match in matches} if all(matches) else set()
-        # Other numbers, such as 0001 to 0100, are those of volumes, each with all of its channels.
-        if 0 in numbers and 0 < max(numbers) < MOST_CHANNELS:
+        if are_numbered_channels(items):
             items = group_channels(items, base=_base_of(root))
-        elif not numbers and not (root.is_file() or root.is_dir() and list_file(root)):  # lists name them
+        elif not (root.is_file() or root.is_dir() and list_file(root)):  # lists name them
             items = group_contrasts(items, channels)
     for item in items:
         found = 1 + len(item.get("channels", []))
@@ -760,6 +757,13 @@ def _with_channels(root, items, channels):
             raise InputError(f"{root}: {item['image'].name} has {found} channels, but data.channels is {channels}; set "
                              f'it to {found}, or give each file its own entry with the same "subject".')
     return items
+
+
+def are_numbered_channels(items):
+    """Whether the names of all images end in 0000, 0001 and so on, as channels do in nnU-Net. Other numbers, such as
+    0001 to 0100, are those of volumes, each with all of its channels."""
+    matches = [NUMBERED.fullmatch(_stem(item["image"])) for item in items]
+    return all(matches) and {0} < {int(match[2]) for match in matches} <= {*range(MOST_CHANNELS)}
 
 
 def case_and_channel(path):

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from Dataloader.datalist import (
+    are_numbered_channels,
     is_one_volume,
     list_volumes,
     name_subjects,
@@ -57,7 +58,14 @@ from Inference.draws import (
 )
 from Inference.labels import carry, without_affine
 from Inference.load_model import find_checkpoint, load_model
-from Inference.nnunet import cases_of, require_no_negative, require_own_dataset, write_dataset, write_splits
+from Inference.nnunet import (
+    cases_of,
+    grouped,
+    require_no_negative,
+    require_own_dataset,
+    write_dataset,
+    write_splits,
+)
 from Inference.outputs import grid_header, write_moved
 from Inference.registration import register
 from Runtime import run_lock
@@ -168,6 +176,8 @@ def prepare_worker(job):
     if path:
         targets = [read_one(path, cfg["model.dims"])] if is_one_volume(path) else trainable(
             path, list_volumes(path, channels=cfg["data.channels"]))  # each is opened when its turn comes
+    if job["nnunet"] and are_numbered_channels(targets):  # a case, and not each of its channels, is a target
+        targets = [{**case, "channels": case["channels"][:cfg["data.channels"] - 1]} for case in grouped(targets)]
     WORKER.update(job=job, net=net, cfg=cfg, device=device)
     set_targets(targets, job)
 

@@ -36,20 +36,13 @@ RECORDED = re.compile(r"(?:imagesTr|labelsTr)/[^/\\]+\.nii\.gz|dataset\.json|spl
 
 
 def cases_of(name, items):
-    """The cases of a list of images, grouped by `group_channels` if they are not yet, each with its "modalities".
+    """The cases of a list of images, `grouped`, each with its "modalities".
 
-    Images X_0000 and X_0001 with a label each are two cases, and not two channels of one.
     name: of the data set. Raises InputError for a name that nnU-Net would not find, and a case without a label.
     """
     if not NAME.fullmatch(name):
         raise InputError(f"--nnunet {name}: nnU-Net needs three digits in the name, such as Dataset501_Brains.")
-    cases = items
-    if not any("channels" in item for item in items):
-        labels = {}
-        for item in items:
-            labels.setdefault(case_and_channel(item["image"])[0], set()).add(item["label"])
-        alone = any(len(found - {None}) > 1 for found in labels.values())
-        cases = [{**item, "channels": []} for item in items] if alone else group_channels(items)
+    cases = grouped(items)
     if twice := first_repeated(as_stored(case["id"]) for case in cases):
         raise InputError(f"--nnunet {name}: two cases would be called {twice}; rename a file, or leave one out with "
                          "--ids.")
@@ -60,6 +53,20 @@ def cases_of(name, items):
     words = {item["image"]: item["modality"] for item in items}
     return [{**case, "modalities": [words.get(path, "") for path in (case["image"], *case["channels"])]}
             for case in cases]
+
+
+def grouped(items):
+    """The items of a list of images as cases with "channels", by `group_channels` if they are not yet.
+
+    Images X_0000 and X_0001 with a label each are two cases, and not two channels of one.
+    """
+    if any("channels" in item for item in items):
+        return items
+    labels = {}
+    for item in items:
+        labels.setdefault(case_and_channel(item["image"])[0], set()).add(item["label"])
+    alone = any(len(found - {None}) > 1 for found in labels.values())
+    return [{**item, "channels": []} for item in items] if alone else group_channels(items)
 
 
 def require_no_negative(label, path):

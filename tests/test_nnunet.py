@@ -59,6 +59,14 @@ def test_a_data_set_of_nnunet_is_read(made):
     assert [item["id"] for item in read_datalist(made / "data", ids="2")] == ["b_002", "b_002_0001"]
 
 
+def test_the_other_channels_of_a_case_are_no_targets(made, tmp_path, capsys):
+    """Neither another channel of the same case, whose shape is its own, nor one of another case, of other contrast."""
+    words = ["--data", made / "data", "--nnunet", NAME, "--target", made / "data", "--register", 0, "--draws", 3,
+             "--out", tmp_path / "out", *WORDS]
+    assert OM_augment.main([str(word) for word in words]) == 43
+    assert "it holds 2 volumes that b_001 can be registered to" in capsys.readouterr().err
+
+
 def test_the_layout_is_what_nnunet_checks_before_it_plans(made):
     """Its own rules: names, one file for each channel, one geometry in a case, labels without gaps, all in the list."""
     folder = made / "out" / NAME
