@@ -664,6 +664,9 @@ def _listed_item(where, folder, entry, listed):
     """The item of a list entry. where: list and line, for the errors. Raises InputError if a file is missing."""
     paths = {role: folder / entry[role] if role in entry else None for role in ("image", "label", "mask")}
     further = {role: folder / entry[role] for role in FURTHER if role in entry}
+    if gap := next((role for role in FURTHER[:len(further)] if role not in further), None):
+        raise InputError(f"{where}: {paths['image'].name} has {list(further)[-1]} but no {gap}, so a channel would be "
+                         f"taken for another; fill in {gap}, or remove the row.")
     if not _is_file(paths["image"], listed):  # nnU-Net v1 lists cases, not channels
         first = paths["image"].parent / f"{_stem(paths['image'])}_0000.nii.gz"
         paths["image"] = first if _is_file(first, listed) else paths["image"]

@@ -85,6 +85,9 @@ def test_a_csv_list_has_a_column_for_each(tmp_path):
     files(tmp_path, ["a.nii", "a2.nii", "a3.nii"])
     (tmp_path / "list.csv").write_text("image_3,image,image_2\na3.nii,a.nii,a2.nii\n")
     assert listed(tmp_path / "list.csv", 3) == [("a", "a.nii", ["a2.nii", "a3.nii"], None)]
+    (tmp_path / "list.csv").write_text("image,image_2,image_3\na.nii,,a3.nii\n")
+    with pytest.raises(InputError, match="list.csv line 2: a.nii has image_3 but no image_2, so a channel would be"):
+        listed(tmp_path / "list.csv", 2)
 
 
 @pytest.mark.parametrize("with_list", [True, False])
