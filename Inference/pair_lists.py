@@ -117,12 +117,13 @@ def channels_of(pair, side):
 
 
 def require_like_channels(pair):
-    """Raise InputError unless both sides of a pair have the same channels: different modalities would be compared."""
+    """Raise InputError unless both sides of a pair have the same channels, from 2 on without a gap: else different
+    modalities would be compared, or a network would take one channel for another."""
     fixed, moving = ([number for number, key in enumerate(CHANNELS[side], 2) if key in pair] for side in CHANNELS)
-    if fixed != moving:
+    if not fixed == moving == [*range(2, 2 + len(fixed))]:
         fixed, moving = (", ".join(map(str, numbers)) or "none" for numbers in (fixed, moving))
         raise InputError(f"{pair['fixed']} has the further channels {fixed} and {pair['moving']} has {moving}; give "
-                         "both the same ones.")
+                         "both the same ones, from 2 on without a gap.")
 
 
 def read_pairs_to_score(path):

@@ -465,12 +465,14 @@ def test_slices_and_volumes_do_not_share_a_list(data, tmp_path, capsys):
 def test_channels_of_one_side_alone_are_refused_instead_of_mixed(data, tmp_path, capsys):
     volumes, sides = [data / f"sub-0{number}_T1w.nii.gz" for number in range(4)], ("fixed", "moving")
     pairs = [{"name": name, **dict(zip(sides, volumes)), **dict(zip(keys, volumes[2:]))} for name, *keys in (
-        ("both", "fixed_channel_2"), ("one", "fixed_channel_2", "moving_channel_3"))]
+        ("both", "fixed_channel_2"), ("one", "fixed_channel_2", "moving_channel_3"),
+        ("gap", "fixed_channel_3", "moving_channel_3"))]
     (tmp_path / "pairs.json").write_text(json.dumps(pairs, default=str))
     assert call("--pairs", tmp_path / "pairs.json", "--out", tmp_path / "out") == 43
     said = capsys.readouterr().err
     assert f"error: both: {volumes[0]} has the further channels 2 and {volumes[1]} has none; give both the same" in said
     assert f"error: one: {volumes[0]} has the further channels 2 and {volumes[1]} has 3; give both the same" in said
+    assert f"error: gap: {volumes[0]} has the further channels 3 and {volumes[1]} has 3; give both the same" in said
 
 
 def test_a_label_on_another_grid_is_told_in_numbers(data, tmp_path, capsys):
