@@ -258,10 +258,14 @@ def remove_old(folder, keep, alone):
 
 
 def require_room(folder, groups, cfg):
-    """Raise InputError if the missing parts do not fit on the disk. A label counts as one byte per voxel."""
+    """Raise InputError if the missing parts do not fit on the disk. A label counts as one byte per voxel.
+
+    A part in which one volume has a label or mask stores one for each of its volumes.
+    """
     volumes = sum(map(len, groups.values()))
     free = shutil.disk_usage(folder).free
-    labels = sum(bool(item["label"]) + bool(item["mask"]) for group in groups.values() for item in group)
+    labels = sum(len(group) for group in groups.values() for kind in ("label", "mask")
+                 if any(item[kind] for item in group))
     images = volumes * cfg["data.channels"] * np.dtype(cfg["data.dtype"]).itemsize
     need = math.prod(cfg["data.img_size"]) * (images + labels)
     if need > free:

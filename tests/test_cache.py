@@ -349,6 +349,14 @@ def test_more_than_the_disk_has_is_refused_before_anything_is_made(made, tmp_pat
     assert not contents(tmp_path / "cache")
 
 
+def test_one_label_of_a_part_takes_the_room_of_all(tmp_path):
+    cfg = config(tmp_path, data__img_size=65536)
+    group = [{"label": "a.nii.gz", "mask": None}, *[{"label": None, "mask": None}] * 15]
+    import OM_prepare
+    with pytest.raises(InputError, match=f"16 volumes need about {2 * 16 * 65536 ** 3 / 2 ** 30:.1f} GiB"):
+        OM_prepare.require_room(tmp_path, {0: group}, cfg)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Damage
 # ---------------------------------------------------------------------------------------------------------------------
