@@ -100,7 +100,8 @@ def memory_of(pairs, args):
         shape_of(pair["fixed"]), shape_of(pair["moving"]), 1 + len(channels_of(pair, "fixed")), args.inverse,
         args.refine and WORKER["cfg"]["refine.grid"] == "own", "moving_label" in pair)) for pair in pairs]
     largest = max((each for each in needed if not isinstance(each, str)), default=0) / 2 ** 30
-    share = f" in each of {args.workers} processes" if args.workers > 1 and len(pairs) > 1 else ""
+    processes = min(args.workers, len(pairs))
+    share = f" in each of {processes} processes" if processes > 1 else ""
     return f"up to {largest:.1f} GiB{share}" + (", and what the network takes" if args.model != "none" else "")
 
 
