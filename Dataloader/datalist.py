@@ -752,7 +752,7 @@ def _with_channels(root, items, channels):
     if channels > 1 and not any("channels" in item for item in items):
         if are_numbered_channels(items):
             items = group_channels(items, base=_base_of(root))
-        elif not (root.is_file() or root.is_dir() and list_file(root)):  # lists name them
+        elif not (root.is_file() or root.is_dir() and list_file(root) or are_numbered(items)):  # lists name them
             items = group_contrasts(items, channels)
     for item in items:
         found = 1 + len(item.get("channels", []))
@@ -762,11 +762,16 @@ def _with_channels(root, items, channels):
     return items
 
 
+def are_numbered(items):
+    """Whether the names of all images end in four digits."""
+    return all(NUMBERED.fullmatch(_stem(item["image"])) for item in items)
+
+
 def are_numbered_channels(items):
     """Whether the names of all images end in 0000, 0001 and so on, as channels do in nnU-Net. Other numbers, such as
     0001 to 0100, are those of volumes, each with all of its channels."""
-    matches = [NUMBERED.fullmatch(_stem(item["image"])) for item in items]
-    return all(matches) and {0} < {int(match[2]) for match in matches} <= {*range(MOST_CHANNELS)}
+    numbers = {case_and_channel(item["image"])[1] for item in items}
+    return are_numbered(items) and {0} < numbers <= {*range(MOST_CHANNELS)}
 
 
 def case_and_channel(path):

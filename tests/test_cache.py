@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+import OM_prepare
 from Dataloader import cache, staging
 from Dataloader.datalist import list_volumes, read_datalist
 from Dataloader.dataset import as_float, epoch_batches, read_datasets
@@ -352,7 +353,6 @@ def test_more_than_the_disk_has_is_refused_before_anything_is_made(made, tmp_pat
 def test_one_label_of_a_part_takes_the_room_of_all(tmp_path):
     cfg = config(tmp_path, data__img_size=65536)
     group = [{"label": "a.nii.gz", "mask": None}, *[{"label": None, "mask": None}] * 15]
-    import OM_prepare
     with pytest.raises(InputError, match=f"16 volumes need about {2 * 16 * 65536 ** 3 / 2 ** 30:.1f} GiB"):
         OM_prepare.require_room(tmp_path, {0: group}, cfg)
 
