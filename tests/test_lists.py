@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from Inference.results import do_all, do_one, file_digests, kept_rows, read_resu
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError
 from Study.common import volumes_of
+from tests.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 FAST = ["--affine", "none", "--refine", "1", "--set", "refine.levels=1", "--no-picture", "--device", "cpu"]
@@ -296,16 +298,11 @@ def test_rows_of_another_user_whose_files_cannot_be_replaced_are_kept():
         (out / "a/.x.tmp-elsewhere-1").touch()
         os.utime(out / "a/.x.tmp-elsewhere-1", (0, 0))
         before = (out / "results.json").read_bytes()
-        child = os.fork()
-        if not child:
-            os.setuid(65534)
-            try:
-                do_all(out, [({"name": "a"}, out / "a")], lambda *_: {}, {"n": 2})
-            except PermissionError as error:
-                os._exit(error.filename != str(out / "a"))
-            finally:
-                os._exit(2)
-        assert os.waitpid(child, 0)[1] == 0
+        program = ("import os, sys\nfrom pathlib import Path\nfrom Inference.results import do_all\nos.setuid(65534)\n"
+                   "out = Path(sys.argv[1])\n"
+                   "do_all(out, [({'name': 'a'}, out / 'a')], lambda *_: {}, {'n': 2})")
+        done = subprocess.run([sys.executable, "-c", program, out], cwd=ROOT, capture_output=True, text=True)
+        assert done.stderr.endswith(f"PermissionError: [Errno 13] Permission denied: '{out / 'a'}'\n")
         assert (out / "results.json").read_bytes() == before
 
 
