@@ -35,14 +35,14 @@ def turn_to_screen(images, labels, field, affine, body=None):
     determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
     moved, spacing = _turn_field(field, affine)
     if body is not None:
-        moved[:, ~_turn(body, affine)] = np.nan
-    return {"images": {word: _turn(image, affine) for word, image in images.items()},
-            "labels": {word: _turn(label, affine) for word, label in labels.items()},
-            "determinant": _turn(determinant, affine), "field": moved, "shape": moved.shape[1:],
+        moved[:, ~turn(body, affine)] = np.nan
+    return {"images": {word: turn(image, affine) for word, image in images.items()},
+            "labels": {word: turn(label, affine) for word, label in labels.items()},
+            "determinant": turn(determinant, affine), "field": moved, "shape": moved.shape[1:],
             "spacing": spacing}
 
 
-def _screen_axes(affine, dims):
+def screen_axes(affine, dims):
     """For each axis of the screen, the axis of the volume that it shows, and its sign: two arrays of three."""
     of_axes = orientations.io_orientation(affine)
     if dims == 2:
@@ -52,17 +52,17 @@ def _screen_axes(affine, dims):
     return order, -of_axes[order, 1].astype(int)  # nibabel counts to the right, to the front and to the head
 
 
-def _turn(volume, affine):
+def turn(volume, affine):
     """One volume of `turn_to_screen`, without a copy."""
-    order, signs = _screen_axes(affine, np.ndim(volume))
+    order, signs = screen_axes(affine, np.ndim(volume))
     volume = np.asarray(volume)[..., None] if np.ndim(volume) == 2 else np.asarray(volume)
     return volume.transpose(order)[tuple(slice(None, None, sign) for sign in signs)]
 
 
 def _turn_field(field, affine):
     """A field of `turn_to_screen`: (N, left, back, feet), and the spacing of its voxels in mm, (3,)."""
-    order, signs = _screen_axes(affine, len(field))
-    moved = np.stack([sign * _turn(field[axis], affine) for axis, sign in zip(order[:len(field)], signs)])
+    order, signs = screen_axes(affine, len(field))
+    moved = np.stack([sign * turn(field[axis], affine) for axis, sign in zip(order[:len(field)], signs)])
     return moved, np.linalg.norm(np.asarray(affine)[:3, :3], axis=0)[order]
 
 
@@ -79,10 +79,10 @@ def middle_slices(volume):
     The first axis of a slice goes right, the second down. volume: turned to the screen, (left, back, feet); the last
     axis of a 2D image is one voxel. Returns: list of 2D arrays.
     """
-    return [np.take(volume, volume.shape[axis] // 2, axis) for axis in _across(volume.shape)]
+    return [np.take(volume, volume.shape[axis] // 2, axis) for axis in slices_across(volume.shape)]
 
 
-def _across(shape):
+def slices_across(shape):
     """The axes of a turned volume across which slices are shown."""
     return [2] if shape[2] == 1 else [0, 1, 2]
 
@@ -108,7 +108,7 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
     facts = (f"smallest Jacobian determinant {determinant.min():.3g}, folded {100 * (determinant <= 0).mean():.4g} % "
              "of voxels (determinant 0 or less)")
     figure, axes = _layout(shape, spacing, [*textwrap.wrap(title, 115), facts], by_headers,
-                           "\u2191" if _screen_axes(affine, np.ndim(fixed))[1][1] < 0 else "\u2193")
+                           "\u2191" if screen_axes(affine, np.ndim(fixed))[1][1] < 0 else "\u2193")
     columns = [middle_slices(image) for image in turned["images"].values()]
     columns += [[np.abs(a - b) for a, b in zip(columns[1], columns[other])] for other in (0, 2)]
     of_moving = _limits(columns[0])
@@ -121,10 +121,10 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
     _bar(figure, shown, axes[-1, 3:5], "absolute difference", MaxNLocator(5))
     if labels:
         _draw_outlines(figure, axes, [middle_slices(label) for label in turned["labels"].values()])
-    for ax, across in zip(axes[:, 5], _across(shape)):
+    for ax, across in zip(axes[:, 5], slices_across(shape)):
         _draw_grid(ax, turned["field"], across, spacing)
     _draw_determinant(figure, axes[:, 6], middle_slices(determinant))
-    for row, across in zip(axes, _across(shape)):
+    for row, across in zip(axes, slices_across(shape)):
         for ax in row:
             ax.set_aspect(_aspect(across, spacing))
     for ax, image, other in zip(axes[:, 0], columns[0], columns[1]):
@@ -143,14 +143,14 @@ def gallery_figure(copies):
     """
     figure = Figure(figsize=(CELL * 1.25 * len(copies), CELL * 2.8), layout="constrained")
     axes = figure.subplots(2, len(copies), squeeze=False)
-    slices = [middle_slices(_turn(_array(image), affine))[-1] for _, image, _, _, affine in copies]
+    slices = [middle_slices(turn(_array(image), affine))[-1] for _, image, _, _, affine in copies]
     high = _limits(slices)[1]
     for (top, bottom), shown, (title, image, label, field, affine) in zip(axes.T, slices, copies):
         field = np.zeros((np.ndim(image), *np.shape(image)), np.float32) if field is None else _array(field)
         moved, spacing = _turn_field(field, affine)
         _show(top, shown, "gray", 0, high)
         top.set_title(title, fontsize=10)
-        _outline(top, middle_slices(_turn(_array(label), affine))[-1], FIXED_LINE)
+        _outline(top, middle_slices(turn(_array(label), affine))[-1], FIXED_LINE)
         _draw_grid(bottom, moved, 2, spacing)
         for ax in (top, bottom):
             ax.set_aspect(_aspect(2, spacing))
@@ -173,11 +173,11 @@ def contact_sheet(volumes):
     for ax in axes[len(volumes):].flat:
         ax.set_axis_off()
     for row, (title, image, label) in zip(axes, volumes):
-        slices = middle_slices(_turn(_array(image), grid))
+        slices = middle_slices(turn(_array(image), grid))
         high = _limits(slices)[1]
         for ax, plane in zip(row, slices):
             _show(ax, plane, "gray", 0, high)
-        for ax, outline in zip(row, [] if label is None else middle_slices(_turn(_array(label), grid))):
+        for ax, outline in zip(row, [] if label is None else middle_slices(turn(_array(label), grid))):
             _outline(ax, outline, FIXED_LINE, 0.6)
         title = title.encode(errors="backslashreplace").decode()  # matplotlib draws no name that is not UTF-8
         row[0].set_title(textwrap.shorten(title, 30), fontsize=7, loc="left", parse_math=False)
@@ -203,7 +203,7 @@ def _layout(shape, spacing, heading, by_headers, second):
     shape, spacing: of `turn_to_screen`. heading: lines of text. second: an arrow, where the second axis of a 2D image
     runs. All lengths are inches, but for the spacing.
     """
-    planes, extent = [PLANES[axis] for axis in _across(shape)], np.multiply(shape, spacing)
+    planes, extent = [PLANES[axis] for axis in slices_across(shape)], np.multiply(shape, spacing)
     widest = max(extent[right] for _, right, _, _ in planes)
     # At least 0.6, the height of a row's label; at most 2.5 cells, so that a long thin image does not fill a page.
     heights = [min(max(CELL * extent[down] / widest, 0.6), 2.5 * CELL) for _, _, down, _ in planes]

@@ -113,7 +113,7 @@ def draw_row(out, rows, entry, folder, earlier):
     if "label.nii.gz" in entry:
         dims = dims_of(entry["image"])
         image, affine = read_volume(entry["image"], dims)
-        outlines = [(read_label(entry["label.nii.gz"], dims)[0], None)]
+        outlines = [(read_label(entry["label.nii.gz"], dims)[0], sorted(map(int, row["labels"])))]
         heat = read_numbers(entry["doubt.nii.gz"], dims)[0]
     elif "warped.nii.gz" in entry and "fixed" in entry:
         dims, heat = dims_of(entry["fixed"]), None

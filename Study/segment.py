@@ -306,12 +306,12 @@ def write_results_page(out, rows, failed, args, count):
     lines = [[row["name"], row["verdict"], len(row["voted"]), len(row["labels"]), row["doubt"],
               row["doubtful_percent"], *[row.get("dice")] * scored] for row in rows]
     formats = [None, None, None, None, ".3f", ".1f", *[".3f"] * scored]
-    pictures = []
+    pictures, values = [], sorted({int(label) for row in rows for label in row["labels"]})
     for row in rows:
         dims, folder = dims_of(row["image"]), Path(row["folder"])
         image, affine = read_volume(row["image"], dims)
         label, doubt = read_label(folder / LABEL, dims)[0], read_numbers(folder / DOUBT, dims)[0]
-        pictures.append((thumbnail(image, affine, [(label, None)], doubt), row["name"],
+        pictures.append((thumbnail(image, affine, [(label, values)], doubt), row["name"],
                          row["verdict"] + ("" if row["doubt"] is None else f", doubt {row['doubt']:.2f}")
                          + common.dice_text(row)))
     cards = [("images", len(rows), f"{len(failed)} left out" if failed else ""), ("atlases", count, ""),

@@ -457,7 +457,7 @@ def write_template_page(out, rows, failed, history, args):
     """Write template.html and subjects.tsv. Returns: the page's path."""
     image, affine = read_volume(out / TEMPLATE, dims_of(out / TEMPLATE))
     label = read_label(out / LABEL, image.ndim)[0] if any("dice" in row for row in rows) else None
-    outline = [] if label is None else [(label, None)]
+    outline = [] if label is None else [(label, np.unique(label[label != 0]))]
     last = history[-1]
     rounds = [(thumbnail(*read_volume(out / f"round_{entry['round']}" / TEMPLATE, image.ndim)),
                f"before round {entry['round']}", f"voxels of {entry['spacing_mm']:.3g} mm") for entry in history]

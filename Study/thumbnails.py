@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image  # a requirement of matplotlib
 from scipy import ndimage
 
-from Dataloader.grids import to_canonical
+from Diffusion.figures import screen_axes, slices_across, turn
 
 SIDE = 120  # pixels, of a slice
 GREYS, STEPS, SHADES = 96, 5, 14  # of the palette: greys, steps of red and of blue, and greys under each step
@@ -28,26 +28,22 @@ def palette():
 def thumbnail(image, affine, outlines=(), heat=None):
     """The slices through the middle of the outlined part, side by side, or a 2D image: bytes of a PNG.
 
-    image: (D, H, W) or (H, W). affine: 4x4; slices of a volume have the head up and the patient's right on the left.
-    outlines: list of (label map (*size), number of one of COLOURS, or None: each label in the next colour), drawn one
-    after another. heat: (*size), -1..1, or None; red where it is positive, blue where it is negative.
+    image: (D, H, W) or (H, W). affine: 4x4; slices are turned as by `Diffusion.figures.turn_to_screen`.
+    outlines: list of (label map (*size), number of one of COLOURS, or the sorted values of all labels, each of which
+    gets a colour by its place among them), drawn one after another. heat: (*size), -1..1, or None; red where it is
+    positive, blue where it is negative.
     """
     volumes = [image, *(label for label, _ in outlines), *([] if heat is None else [heat])]
-    turned = [to_canonical(np.asarray(each), affine)[0] for each in volumes]
-    spacing = np.linalg.norm(to_canonical(np.asarray(image), affine)[1][:3, :np.ndim(image)], axis=0)
+    turned = [turn(each, affine) for each in volumes]
+    spacing = np.linalg.norm(np.asarray(affine)[:3, :3], axis=0)[screen_axes(affine, np.ndim(image))[0]]
     focus = [n // 2 for n in turned[0].shape]
     if outlines and (turned[1] != 0).any():
         focus = [int(round(each)) for each in ndimage.center_of_mass(turned[1] != 0)]
     limits = np.percentile(turned[0], (1, 99.5))
-    # Of the whole maps, so that a label has one colour in all slices.
-    known = [(colour, np.unique(label[label != 0])) for (_, colour), label in zip(outlines, turned[1:])]
-    tiles = []
-    for axis in range(3) if turned[0].ndim == 3 else [None]:
-        planes = [each if axis is None else np.take(each, focus[axis], axis) for each in turned]
-        if axis in (1, 2):  # as radiologists view slices, and as Inference/viewer.py shows them
-            planes = [np.flip(each, 0) for each in planes]
-        sides = spacing if axis is None else np.delete(spacing, axis)
-        tiles.append(tile(planes, sides, limits, known, heat is not None))
+    colours, tiles = [colour for _, colour in outlines], []
+    for axis in slices_across(turned[0].shape):
+        planes = [np.take(each, focus[axis], axis) for each in turned]
+        tiles.append(tile(planes, np.delete(spacing, axis), limits, colours, heat is not None))
     height = max(len(each) for each in tiles)
     picture = np.concatenate([np.pad(each, ((height - len(each), 0), (0, 2))) for each in tiles], 1)
     file, image = io.BytesIO(), Image.fromarray(picture)
@@ -56,16 +52,16 @@ def thumbnail(image, affine, outlines=(), heat=None):
     return file.getvalue()
 
 
-def tile(planes, sides, limits, known, has_heat):
+def tile(planes, sides, limits, colours, has_heat):
     """One slice as palette indices, at most SIDE along its longer side, with square pixels.
 
-    planes: the image, its label maps and, if `has_heat`, the heat, 2D each. sides: of a voxel, in mm. known: (number of
-    one of COLOURS or None, labels) of each label map.
+    planes: the image, its label maps and, if `has_heat`, the heat, 2D each; the first axis runs right, the second
+    down. sides: of a voxel, in mm. colours: of each label map, see `thumbnail`.
     """
     extent = np.array(planes[0].shape) * sides
     size = np.maximum(1, np.rint(SIDE * extent / extent.max()).astype(int))
     at = [np.clip(((np.arange(n) + 0.5) * full / n).astype(int), 0, full - 1) for n, full in zip(size, planes[0].shape)]
-    grey, *rest = (np.flipud(plane[np.ix_(*at)].T) for plane in planes)
+    grey, *rest = (plane[np.ix_(*at)].T for plane in planes)
     low, high = limits
     grey = np.clip((grey.astype(np.float32) - low) / (high - low if high > low else 1), 0, 1)
     picture = np.rint((GREYS - 1) * grey).astype(np.uint8)
@@ -74,11 +70,13 @@ def tile(planes, sides, limits, known, has_heat):
         row = np.where(step > 0, step, STEPS - step) - 1
         tinted = GREYS + len(COLOURS) + row * SHADES + np.rint((SHADES - 1) * grey)
         picture = np.where(step != 0, tinted, picture).astype(np.uint8)
-    for label, (colour, values) in zip(rest, known):
-        for number, value in enumerate(values):
+    for label, colour in zip(rest, colours):
+        for value in np.unique(label[label != 0]):
+            place = colour if isinstance(colour, int) else int(np.searchsorted(colour, value))
             inside = np.pad(label == value, 1)
             edge = inside & ~ndimage.binary_erosion(inside)
-            picture[edge[1:-1, 1:-1]] = GREYS + (number if colour is None else colour) % len(COLOURS)
+            # Left and right often alternate in the list: from lap to lap, even places change their colours too.
+            picture[edge[1:-1, 1:-1]] = GREYS + (place + place // len(COLOURS)) % len(COLOURS)
     return picture
 
 

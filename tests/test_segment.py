@@ -12,6 +12,7 @@ from scipy import ndimage
 import OM_study
 from Dataloader.nifti import read_label, read_volume, write_volume
 from Dataloader.synthetic import make_subject
+from Diffusion.figures import middle_slices, turn
 from Diffusion.metrics import average, dice
 from Runtime.errors import InputError
 from Study.fusion import TRUST, best_shift, by_intensity, count, fuse, is_thick, joint_weights, neighbours
@@ -398,7 +399,7 @@ def test_registered_atlases_that_are_to_be_kept_are_made_again_where_they_are_go
 # ---------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("signs", [(1, 1, 1), (-1, -1, 1)])
-def test_the_right_side_of_a_volume_is_on_the_left_of_its_slices_however_it_is_stored(signs):
+def test_the_right_and_the_front_of_a_volume_are_on_the_left_of_its_slices_however_it_is_stored(signs):
     image = np.zeros((24, 24, 24), np.float32)
     image[3:7] = 1  # its left side, in RAS
     affine = np.diag([*signs, 1.0])
@@ -406,6 +407,18 @@ def test_the_right_side_of_a_volume_is_on_the_left_of_its_slices_however_it_is_s
     tiles = [picture[:, 122 * number:122 * number + 120] for number in range(3)]
     for shown in tiles[1:]:
         assert (shown[:, 85:100] > 200).all() and not shown[:, :80].any()
+    image = np.zeros((24, 24, 24), np.float32)
+    image[:, 3:7] = 1  # its back, in RAS
+    sagittal = np.asarray(Image.open(io.BytesIO(thumbnail(image[:, ::signs[1]], affine))).convert("L"))[:, :120]
+    assert (sagittal[:, 85:100] > 200).all() and not sagittal[:, :80].any()
+
+
+@pytest.mark.parametrize("signs", [(1, 1, 1), (-1, 1, 1), (-1, -1, 1)])
+def test_a_picture_of_two_axes_is_shown_as_the_report_of_its_registration_shows_it(signs):
+    image, affine = np.kron([[1, 2], [4, 8]], np.ones((15, 20))).astype(np.float32), np.diag([*signs, 1.0])
+    shown = np.asarray(Image.open(io.BytesIO(thumbnail(image, affine))).convert("L"))
+    (expected,) = middle_slices(turn(image, affine))
+    np.testing.assert_array_equal(np.argsort(shown[::119, :90:89], None), np.argsort(expected[::29, ::39].T, None))
 
 
 def test_a_thumbnail_is_a_png_with_outlines_and_doubt():
@@ -413,11 +426,15 @@ def test_a_thumbnail_is_a_png_with_outlines_and_doubt():
     label[5:15, 5:15] = 1
     png = thumbnail(image, np.diag([1, 1, 1, 1.0]), [(label, 1)], np.ones((20, 20), np.float32))
     assert png.startswith(b"\x89PNG") and len(png) < 20_000
-    picture = tile([image, label], np.ones(2), (0, 1), [(1, [1])], False)
+    picture = tile([image, label], np.ones(2), (0, 1), [1], False)
     assert picture.shape == (120, 120) and (picture == GREYS + 1).sum() == 4 * 59  # a square of 60, one pixel wide
     assert palette().shape == (256, 3) and palette()[GREYS + 1].tolist() == list(COLOURS[1])
-    apart = tile([image, 7 * label], np.ones(2), (0, 1), [(None, [2, 7])], False)  # a slice that only one label reaches
+    apart = tile([image, 7 * label], np.ones(2), (0, 1), [[2, 7]], False)  # a slice that only one label reaches
     assert set(np.unique(apart[apart >= GREYS])) == {GREYS + 1}
+    values = np.arange(1, 139)  # left and right in turns, as in whole brains: odd ones too get all colours
+    many = tile([np.zeros((120, 120)), np.tile(np.repeat(values[:120:2], 2), (120, 1))], np.ones(2), (0, 1),
+                [values], False)
+    assert set(np.unique(many)) - {0} == set(range(GREYS, GREYS + len(COLOURS)))
     grown = tile([image, np.where(image < 0.5, -1.0, 1.0)], np.ones(2), (0, 1), [], True)
     (red, _, no_blue), (no_red, _, blue) = palette()[[grown[0, -1], grown[-1, 0]]].astype(int)
     assert red > no_blue + 100 and blue > no_red + 100
