@@ -128,11 +128,11 @@ def write_report(folder, rows, failed, lead, dims):
         pages = [Path(row["folder"]) / PAIR_PAGE for row in ordered]
         linked = [[(line[0], link(page, folder)) if page.is_file() else line[0], *line[1:]]
                   for line, page in zip(lines, pages)]
-        note = (f"Worst {'Dice' if by_dice else 'similarity'} first; a name opens the page of its pair. Before: as the "
-                "headers place the volumes. Seconds without reading files.")
+        note = (f"Worst {'Dice' if by_dice else 'similarity'} first; a name opens the page of its pair, a click on a "
+                "heading sorts. Before: as the headers place the volumes. Seconds without reading files.")
         sections += [("Scores", cards_html(score_cards(columns), EXPLAINED)),
                      ("Pairs", table_html(header, linked, note, formats, EXPLAINED))]
-    page = write_page(folder / "report.html", title, how, sections, viewer=True)
+    page = write_page(folder / "report.html", title, how, sections, viewer=len(rows) == 1, sortable=len(rows) > 1)
     return page, text_table(header, lines + summary, formats)
 
 

@@ -101,20 +101,24 @@ def write_scores(folder, scores, failed):
     plain = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
     write_file(folder / "scores.json", json.dumps(plain, indent=1) + "\n")  # first: it tells whose the others are
     write_file(folder / "scores.csv", scores_csv(scores, COLUMNS))
+    by, badness = "Worst Dice first.", lambda score: score.get("dice") or 0.0
+    if "dice" not in columns:
+        by, badness = "Largest landmark error first.", lambda score: -(score.get("tre_mm") or 0.0)
+    by = by if {"dice", "tre_mm"} & set(columns) else ""
     header, formats = ["pair", *map(heading, columns)], [None, *[COLUMNS[column] for column in columns]]
     rows, worst_first = ([[score["name"], *[score.get(column) for column in columns]] for score in ordered]
-                         for ordered in (scores, sorted(scores, key=lambda score: score.get("dice") or 0.0)))
+                         for ordered in (scores, sorted(scores, key=badness)))
     ends = []
     if len(scores) > 1:
         ends = [["mean", *means.values()], ["sd", *[sd for _, sd, _ in columns.values()]]]
     cards = cards_html([(heading(column), f"{mean:{COLUMNS[column]}}", "1 pair" if sd is None else
                          f"sd {sd:{COLUMNS[column]}}, {count} pairs") for column, (mean, sd, count) in columns.items()])
-    sections = [("", cards), ("Pairs", table_html(header, [*worst_first, *ends], "Worst Dice first.", formats))]
+    sections = [("", cards), ("Pairs", table_html(header, [*worst_first, *ends], by, formats))]
     if failed:
         reasons = [[entry["name"], entry["reason"]] for entry in failed]
         sections.append(("Not scored", table_html(["pair", "why"], reasons)))
     path = folder / "scores.html"
-    write_page(path, "Registrations, scored", f"{len(scores)} pairs.", sections)
+    write_page(path, "Registrations, scored", f"{len(scores)} pair{'s' * (len(scores) > 1)}.", sections)
     print(text_table(header, [*rows, *ends], formats))
     print(f"\nscores: {path.resolve()}")
     print(json.dumps({column: round(mean, 5) for column, mean in means.items()}))

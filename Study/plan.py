@@ -191,15 +191,16 @@ def write_plan_page(out, args, items, seen, bad, chosen, advice, steps):
              ("memory of a step", f"{chosen['memory_gib']} GiB", ""),
              ("a step", f"{chosen['step_seconds']} s", "by a trial on noise"),
              ("the training", f"{chosen['hours']} h", f"{chosen['steps']} steps")]
-    rows = [[f"{key}, mm", *(f"{n:.3g}" for bound in (np.min, np.max)
-                             for n in bound([row[f"{key}_mm"] for row in seen], 0))] for key in ("size", "voxel")]
+    rows = [[f"{key}, mm", *(n for bound in (np.min, np.max) for n in bound([row[f"{key}_mm"] for row in seen], 0))]
+            for key in ("size", "voxel")]
     axes = ["right", "front", "up"][:seen[0]["dims"]]
     ranges = [[row["id"], *row["range"]] for row in seen if "range" in row]
     told = [("ok", "advice", advice), ("ok", "to train", "; then ".join(steps)),
             *(("doubtful", "left out", f"{name}: {reason}") for name, reason in bad)]
     sections = [("", cards_html(cards) + findings_html(told)),
                 ("Sizes", table_html(["", *(f"{bound}, {axis}" for bound in ("least", "most") for axis in axes)], rows,
-                                     "Over all volumes, with their axes turned to right, front and up.")),
+                                     "Over all volumes, with their axes turned to right, front and up.",
+                                     [None, *[".3g"] * (2 * len(axes))])),
                 ("Intensities", table_html(["volume", "percentile 0.5", "percentile 99.5"], ranges,
                                            "These are the volumes that were opened."))]
     return write_page(out / "plan.html", "Plan", f"{args.data}, to {args.purpose}.", sections)

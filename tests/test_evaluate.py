@@ -67,7 +67,7 @@ def test_a_shift_that_the_field_knows(pair, capsys, field):
         rows = list(csv.DictReader(file))
     assert [row["label"] for row in rows] == ["all", "1", "5"] and float(rows[0]["dice_before"]) == pytest.approx(0.625)
     page = (pair / "out/scores.html").read_text()
-    assert "Worst Dice first" in page and "1 pair<" in page
+    assert "Worst Dice first" in page and "1 pair<" in page and "1 pair.<" in page
     assert "sd" not in out.split() and "<span>sd " not in page, "one value has no deviation"
 
 
@@ -105,6 +105,13 @@ def test_landmarks(pair):
     found = scores(pair)[0]
     shift = np.linalg.norm(to_mm(np.array([3.0, 0, 0]).reshape(3, 1, 1, 1), OBLIQUE))
     assert found["tre_before_mm"] == pytest.approx(shift) and found["tre_mm"] == pytest.approx(0, abs=1e-4)
+    entries = [{"name": name, "field": f"{name}.nii.gz", "fixed_points": "fixed.csv", "moving_points": "moving.csv"}
+               for name in ("field", "zero")]
+    write_field(pair / "zero.nii.gz", np.zeros((3, *SHAPE), np.float32), OBLIQUE)
+    (pair / "pairs.json").write_text(json.dumps(entries))
+    assert run(pair, "--pairs", pair / "pairs.json") == 0
+    page = (pair / "out/scores.html").read_text()
+    assert "Largest landmark error first" in page and page.index(">zero<") < page.index(">field<")
 
 
 def test_a_list_of_pairs_with_a_folded_field(pair, capsys):

@@ -53,6 +53,7 @@ def test_a_config_that_the_training_takes(tmp_path, capsys):
     assert "\n  ".join(steps) in printed.out and "; then ".join(steps) in (tmp_path / "plan/plan.html").read_text()
     page = (tmp_path / "plan/plan.html").read_text()
     assert "by a trial on noise" in page and "flat" in page
+    assert "<td>size, mm</td><td class=num>" in page
 
 
 def test_the_config_for_a_pattern_finds_its_volumes(tmp_path):

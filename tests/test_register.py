@@ -201,6 +201,7 @@ def test_a_list_goes_on_after_a_bad_pair(place):
     assert json.loads(found.stdout.strip().splitlines()[-1]) == results["mean"]
     page = (place / "list/report.html").read_text()
     assert "Failed pairs" in page and "application/json" not in page, "each pair has a page of its own"
+    assert "a click on a heading sorts" in page and "aria-sort" in page
     for row in results["pairs"]:
         assert f'<a href="{row["name"]}/pair.html">' in page
         own = (place / "list" / row["name"] / "pair.html").read_text()
