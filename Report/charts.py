@@ -60,13 +60,14 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
     legend. marks: list of (x, kind, text) for vertical lines, kind "dead" or "planned". log: logarithmic y axis, which
     leaves out values that are not positive. note: plain text below. limits: list of (name, y) for horizontal lines.
     """
-    thinned, last = [], ""
-    for name, x, y in curves:
+    thinned, colours, last = [], [], ""
+    for index, (name, x, y) in enumerate(curves):
         y = np.asarray(y, float)
         y = np.where(y > 0, y, np.nan) if log else y
         curve = thin(x, y)
         if len(curve[0]):
             thinned.append((name, *curve))
+            colours.append(index % COLOURS)  # a curve keeps its colour where another one has no values
             last = number(y[np.isfinite(y)][-1])  # itself, since a pixel averages
     if not thinned:
         return figure(title, NO_VALUES, "", "", note)
@@ -77,8 +78,8 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
     parts += [f'<path class="limit" d="M{LEFT} {y_pixel(box, y):.1f}H{WIDTH - RIGHT}">'
               f"<title>{escape(name)}</title></path>"
               for name, y in limits if box["low"] <= scaled(y, log) <= box["high"]]
-    parts += [curve_path(box, index % COLOURS, *curve[1:]) for index, curve in enumerate(thinned)]
-    names = legend([name for name, *_ in thinned]) if len(curves) > 1 else ""
+    parts += [curve_path(box, colour, *curve[1:]) for colour, curve in zip(colours, thinned)]
+    names = legend([name for name, *_ in thinned], [f"c{colour}" for colour in colours]) if len(curves) > 1 else ""
     return figure(title, last if len(thinned) == 1 else "", "".join(parts), names, note)
 
 
@@ -200,8 +201,7 @@ def figure(title, last, svg, below, note=""):
             f"{drawing if svg else ''}{below}{f'<p>{escape(note)}</p>' if note else ''}</figure>\n")
 
 
-def legend(names, classes=None):
-    classes = classes or [f"c{index % COLOURS}" for index in range(len(names))]
+def legend(names, classes):
     items = "".join(f'<span class="key {colour}">{escape(str(name))}</span>' for name, colour in zip(names, classes))
     return f'<div class="legend">{items}</div>'
 

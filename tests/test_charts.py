@@ -57,6 +57,11 @@ def test_texts_are_escaped_and_one_curve_shows_its_last_value():
     assert ">2.5<" in line_chart("a", [("a", [0, 1], [1.0, 2.5])])
 
 
+def test_a_curve_keeps_its_colour_where_another_one_has_no_values():
+    page = line_chart("val", [("a", [0, 1], [np.nan, np.nan]), ("b", [0, 1], [1, 2])])
+    assert 'class="line c1"' in page and 'class="key c1">b<' in page and "c0" not in page
+
+
 def test_marks_on_the_same_pixels_become_one():
     box = {"first": 0, "last": 100_000}
     marks = merge_marks(box, [(5, "planned", "a"), (6, "dead", "b"), (50_000, "planned", "c"), (200_000, "dead", "d")])
