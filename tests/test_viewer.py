@@ -399,3 +399,16 @@ def test_without_scripts_the_figures_are_there_and_the_viewer_is_not(report, tmp
         assert tab.ask("document.querySelector('.viewer').offsetHeight") == 0
         seen = tab.ask("[...document.images].map(each => each.offsetHeight > 100 && each.naturalWidth > 500)")
         assert seen == [True]
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_on_paper_no_picture_is_cut_and_no_button_is_printed(report, tmp_path):
+    with browser(tmp_path, width=720) as tab:
+        opened(tab, report)
+        cut = "[...document.querySelectorAll('figure .wide')].some(each => each.scrollWidth > each.clientWidth)"
+        assert tab.ask(cut), "on a screen this narrow it scrolls"
+        tab.call("Emulation.setEmulatedMedia", media="print")
+        assert not tab.ask(cut)
+        assert tab.ask("[...document.querySelectorAll('button, input')].every(each => each.offsetHeight === 0)")
+        assert tab.ask("getComputedStyle(document.querySelector('.stage')).printColorAdjust") == "exact"
