@@ -207,6 +207,18 @@ def read_mask(source, volume):
     return (mask > 0).astype(np.float32)
 
 
+def further_sources(given, shape):
+    """The further channels of a volume in a list, for `read_further`; an image or array alone is one of them.
+
+    given: a list or a stack (C, *spatial) of sources, one source other than (array, affine), or None. shape: of the
+    volume, from `shape_of`, or None.
+    """
+    if given is None:
+        return []
+    is_one = is_path(given) or isinstance(given, Volume) or hasattr(given, "dataobj") or hasattr(given, "GetSize")
+    return [given] if is_one or shape and getattr(given, "ndim", None) == len(shape) else list(given)
+
+
 def read_further(sources, volume):
     """The further channels of a volume, a tuple of Volumes on its grid.
 

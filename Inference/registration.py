@@ -42,6 +42,7 @@ from Dataloader.prepare import focus, scaled
 from Dataloader.transforms import is_field, read_any_field, read_matrix
 from Dataloader.volume import (
     Volume,
+    further_sources,
     is_path,
     read_further,
     read_mask,
@@ -210,9 +211,9 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     moving mask, what lies beyond a moving field of view that cuts the anatomy does not count in the refinement either.
     Without masks, if only one volume is skull-stripped, what lies outside it does not count, nor do blank corners of a
     volume that was resampled at an angle, see `place`.
-    fixed_channels, moving_channels: lists of further channels, as the volumes, in the same order; refinement and
-    similarity compare them too. Masks and channels are on the grids of their volumes. A network sees as many channels
-    as it was trained with (data.channels), usually only the first.
+    fixed_channels, moving_channels: lists of further channels, as the volumes, in the same order, or one image or array
+    alone; refinement and similarity compare them too. Masks and channels are on the grids of their volumes. A network
+    sees as many channels as it was trained with (data.channels), usually only the first.
     Raises InputError for input that cannot be read, is not a volume, or does not fit together.
     """
     known, start = (start, start.matrix) if isinstance(start, Known) else (None, start)
@@ -367,9 +368,8 @@ def require_memory(fixed, moving, channels, inverse):
 
 def read_sides(fixed, moving, inverse, fixed_mask=None, moving_mask=None, fixed_channels=(), moving_channels=()):
     """Both Volumes of a pair with their masks and further channels, if there is memory for them; as for `register`."""
-    fixed_channels, moving_channels = ([each] if is_path(each) or hasattr(each, "dataobj") else
-                                       [] if each is None else list(each)
-                                       for each in (fixed_channels, moving_channels))
+    fixed_channels, moving_channels = (further_sources(given, shape_of(side)) for given, side in (
+        (fixed_channels, fixed), (moving_channels, moving)))
     require_memory(fixed, moving, 1 + len(fixed_channels), inverse)
     pair = []
     for side, source, mask, channels in (("fixed", fixed, fixed_mask, fixed_channels),

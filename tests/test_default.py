@@ -273,6 +273,20 @@ def test_a_copy_that_cannot_be_is_one_sentence(small, more, words):
         omnimorph.augment(small[0], **more)
 
 
+def of_sitk(image):
+    image = pytest.importorskip("SimpleITK").GetImageFromArray(image.T)
+    image.SetDirection((-1, 0, 0, 0, -1, 0, 0, 0, 1))
+    return image
+
+
+@pytest.mark.parametrize("alone", [np.asarray, torch.from_numpy, of_sitk,
+                                   lambda image: read_source((image, np.eye(4)), "x")])
+def test_a_channel_alone_is_one_channel(small, alone):
+    found, wanted = (small[2](affine=False, refine=1, fixed_channels=given, moving_channels=given)
+                     for given in (alone(small[0]), [small[0]]))
+    assert len(found.warped_channels) == 1 and digest(found.field) == digest(wanted.field)
+
+
 @pytest.mark.slow
 def test_a_mask_may_be_whatever_a_volume_may_be(small):
     image, label, call = small
