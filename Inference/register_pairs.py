@@ -44,7 +44,7 @@ from Inference.registration import memory_needed, overlap_percent, register_from
 from Inference.results import PARTS, do_all, listed_files, output_files, parts_of, require_own, write_results
 from Inference.scores import moved_points, point_scores
 from Inference.verdict import judge_list
-from Runtime import checkpoint, run_lock
+from Runtime import checkpoint, memory, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
 from Runtime.errors import DONE, STOP, InputError, attempt
@@ -95,14 +95,19 @@ def settings_of(args, model, cfg):
 
 
 def memory_of(pairs, args):
-    """The memory that the largest pair needs, in words."""
+    """The memory that the largest pair needs, in words, with a warning if all processes together need more than is
+    free: each one compares its own pair, without labels, with all that is free."""
     needed = [attempt(pair["name"], lambda pair=pair: memory_needed(
         shape_of(pair["fixed"]), shape_of(pair["moving"]), 1 + len(channels_of(pair, "fixed")), args.inverse,
         args.refine and WORKER["cfg"]["refine.grid"] == "own", "moving_label" in pair)) for pair in pairs]
     largest = max((each for each in needed if not isinstance(each, str)), default=0) / 2 ** 30
     processes = min(args.workers, len(pairs))
     share = f" in each of {processes} processes" if processes > 1 else ""
-    return f"up to {largest:.1f} GiB{share}" + (", and what the network takes" if args.model != "none" else "")
+    free = memory.measure(torch.device("cpu"))["host_free"]
+    short = free is not None and processes * largest > free / 2 ** 30
+    return (f"up to {largest:.1f} GiB{share}" + ", and what the network takes" * (args.model != "none")
+            + (f"\nwarning: only {free / 2 ** 30:.1f} GiB of memory are free; use fewer --workers or larger voxels, "
+               "or take a machine with more" if short else ""))
 
 
 def how_registered(args):

@@ -24,7 +24,7 @@ from Inference import outputs
 from Inference.labels import apply_field
 from Inference.load_model import load_model
 from Inference.pair_lists import read_pairs_to_register
-from Inference.registration import register
+from Inference.registration import memory_needed, register
 from Inference.results import kept_rows, read_results
 from Inference.score_pairs import score_pair
 from Runtime import checkpoint, run_lock
@@ -332,6 +332,24 @@ def test_a_pair_that_does_not_fit_in_memory_is_refused_before_it_is_read(place, 
     refused(capsys, "huge.nii and .*c_0003.nii.gz: to register them takes up to [0-9]{3,4}[.][0-9] GiB of memory, and "
             "[0-9.]+ GiB are free; resample", "--fixed", tmp_path / "huge.nii", "--moving", image(place, "c_0003"),
             "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize("workers, label, warns", [(1, False, False), (2, False, True), (1, True, True)])
+def test_pairs_that_do_not_fit_in_memory_together_or_with_labels_are_a_warning(workers, label, warns, place, tmp_path,
+                                                                               capsys, monkeypatch):
+    """Two pairs of which each takes all but a MiB of what is free, without its labels; all zeros,
+    they are refused after that."""
+    header = nibabel.Nifti1Image(np.zeros((1, 1, 1), np.uint8), np.eye(4)).header
+    header.set_data_shape((250, 250, 250))
+    with open(tmp_path / "large.nii", "wb") as file:
+        header.write_to(file)
+        file.truncate(352 + 250 ** 3)
+    free = memory_needed((250, 250, 250), (250, 250, 250), 1, False) + 2 ** 20
+    monkeypatch.setattr("Runtime.memory.measure", lambda _: {"host_free": free})
+    pair = {key: str(tmp_path / "large.nii") for key in ("fixed", "moving", "moving_label")[:2 + label]}
+    (tmp_path / "pairs.json").write_text(json.dumps([{**pair, "name": name} for name in "ab"]))
+    run("--pairs", tmp_path / "pairs.json", "--workers", str(workers), "--out", tmp_path / "out")
+    assert ("warning: only " in capsys.readouterr().err) == warns
 
 
 @pytest.mark.slow
