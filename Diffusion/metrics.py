@@ -22,8 +22,6 @@ def dice(first, second, labels):
     Returns: list of floats; NaN where a label is in neither image.
     Raises ValueError if the shapes differ.
     """
-    if tuple(first.shape) != tuple(second.shape):
-        raise ValueError(f"label images of different shapes: {tuple(first.shape)} and {tuple(second.shape)}")
     scores = []
     for a, b in masks_of((first, second), labels):
         size = int(a.sum()) + int(b.sum())
@@ -53,7 +51,10 @@ def dice_of_pairs(maps, labels):
 
 def masks_of(maps, labels):
     """For each label its masks in some label maps of one shape, of arrays cropped to the box that holds them all:
-    hundreds of labels in a large volume take seconds, not minutes."""
+    hundreds of labels in a large volume take seconds, not minutes. Raises ValueError if the shapes differ."""
+    shapes = list(dict.fromkeys(tuple(each.shape) for each in maps))
+    if len(shapes) > 1:
+        raise ValueError(f"label images of different shapes: {shapes[0]} and {shapes[1]}")
     boxes = list(map(boxes_of, maps)) if all(isinstance(each, np.ndarray) for each in maps) else []
     for label in labels:
         found = [each[label] for each in boxes if label in each]
@@ -97,6 +98,7 @@ def hd95(first, second, labels, spacing_mm):
     first, second: integer numpy arrays of one shape. labels: the label values. spacing_mm: voxel size for each axis,
     (N,), or the axes of a voxel in the world, the columns of (3, N), which may be sheared.
     Returns: list of floats >= 0; NaN where neither image has the label.
+    Raises ValueError if the shapes differ.
     """
     axes_mm = np.diag(spacing_mm) if np.ndim(spacing_mm) == 1 else np.asarray(spacing_mm, np.float64)
     spacing_mm, upright = np.linalg.norm(axes_mm, axis=0), is_rigid_and_scaled(axes_mm)

@@ -70,9 +70,13 @@ def test_the_mean_dice_of_all_pairs_is_that_of_the_pairs_one_by_one():
     assert 0 < dice_of_pairs(many, range(1, 20)) < 1 and time.process_time() - began < 3, "one by one they take 12 s"
 
 
-def test_dice_of_different_shapes_raises():
-    with pytest.raises(ValueError, match="different shapes"):
-        dice(np.zeros((3, 4)), np.zeros((4, 3)), [1])
+@pytest.mark.parametrize("score", [dice, lambda *maps: hd95(*maps, (1, 1)), lambda *maps: dice_of_pairs(maps[:2], [1])])
+def test_label_maps_of_different_shapes_raise(score):
+    """With the same box of the label in both, of which the scores are computed."""
+    maps = np.eye(3, 4, dtype=int), np.eye(5, 4, dtype=int)
+    maps[1][3] = 0
+    with pytest.raises(ValueError, match=r"different shapes: \(3, 4\) and \(5, 4\)"):
+        score(*maps, [1])
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
