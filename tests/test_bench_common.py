@@ -6,10 +6,12 @@ import sys
 import types
 
 import bench_augment
+import bench_cpu
 import bench_data
 import bench_modes
 import bench_registration
 import bench_segment
+import bench_template
 import common
 import first_day
 import numpy as np
@@ -17,6 +19,8 @@ import peers
 import pytest
 import torch
 
+from Dataloader.nifti import write_volume
+from Dataloader.synthetic import make_subject
 from Runtime.errors import InputError
 from tests import tiny
 
@@ -150,6 +154,29 @@ def test_a_peer_that_cannot_run_says_what_its_interpreter_needs(tmp_path):
         list(peers.start_peer("no-such-method", {}, tmp_path, sys.executable, 1))
     assert f"{sys.executable} needs the packages of requirements-peers.txt" in str(said.value)
     assert "--methods" not in str(said.value)  # bench_template.py and bench_universal.py have no such option
+
+
+def test_a_template_is_not_made_if_ants_is_missing(tmp_path, monkeypatch, capsys):
+    for number in (281, 282):
+        path = tmp_path / f"hippocampus/imagesTr/hippocampus_{number}.nii.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_volume(path, make_subject(number, (16, 18, 20))["image"], np.eye(4))
+    monkeypatch.setattr(bench_template, "DATA", tmp_path)
+    monkeypatch.setattr(bench_template, "KINDS", {"hippocampus": []})
+    assert bench_template.main(["--sets", "hippocampus", "--peers-python", sys.executable,
+                                "--out", str(tmp_path / "out")]) == 43
+    assert "needs the packages of requirements-peers.txt" in capsys.readouterr().err
+    assert not (tmp_path / "out/hippocampus/ours").exists()
+
+
+def test_too_few_steps_to_measure_are_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_cpu.py", "--steps", "3"])
+    with pytest.raises(SystemExit):
+        bench_cpu.main()
+    assert "--steps must be at least 4" in capsys.readouterr().err
+    (tmp_path / "rank0.jsonl").write_text('{"event": "step", "time": 1.0}\n{"event": "epoch", "step": 1}\n')
+    with pytest.raises(InputError, match="a training of one step"):
+        bench_modes.measured(tmp_path)
 
 
 def test_the_last_line_is_json_also_without_monai(monkeypatch, capsys):

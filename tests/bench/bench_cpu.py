@@ -145,6 +145,8 @@ def main():
                         help="which are trained (demo and hippocampus)")
     parser.add_argument("--base", default="ae2d719", help="commit to compare with, or none (%(default)s)")
     args = parser.parse_args()
+    if args.steps < 4:
+        parser.error("--steps must be at least 4: only the second half counts, from the end of one step to the next")
     with tempfile.TemporaryDirectory() as name:
         trees = {} if args.base == "none" else {args.base: unpack(args.base, Path(name) / "base")}
         words = {config: of for config, of in volumes(Path(name)).items() if config in args.configs}

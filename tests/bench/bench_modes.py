@@ -83,6 +83,8 @@ def measured(run):
     lines = read_lines(run / "rank0.jsonl")
     times = [line["time"] for line in lines if line["event"] == "step"]
     lengths = sorted(b - a for a, b in zip(times, times[1:]))
+    if not lengths:
+        raise InputError(f"{run}: a training of one step has no length of a step; give more --steps.")
     last = [line for line in lines if line["event"] == "epoch"][-1]
     return {"steps": last["step"], "step_s": lengths[len(lengths) // 10],
             **{shown: last[key] for shown, key in SHOWN.items()}}

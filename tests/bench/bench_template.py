@@ -123,7 +123,7 @@ def main(argv=None):
     for name in args.sets:
         folder = args.out / name
         subjects, found[name] = prepared(name, args.limit, folder / "volumes"), {}
-        for method, build in (("ours", ours), ("ants", ants)):
+        for method, build in (("ants", ants), ("ours", ours)):  # ANTs may be missing, which ends this at once
             fields, affine, seconds = build(subjects, folder, python)
             found[name][method] = {**scores_of(name, subjects, fields, affine), "seconds": round(seconds)}
             print(f"{name} {method}, {len(subjects)} subjects: {json.dumps(found[name][method])}", flush=True)
