@@ -346,6 +346,18 @@ def test_a_channel_on_another_grid_is_named_and_the_other_volumes_are_done(tmp_p
     assert sorted(path.name for path in (tmp_path / "out/channelsTr").iterdir()) == ["s_001_draw00_0001.nii.gz"]
 
 
+@pytest.mark.parametrize("channels, warns", [(1, True), (2, False)])
+def test_files_numbered_as_channels_that_are_deformed_apart_are_a_warning(channels, warns, data, capsys):
+    (data / "both").mkdir()
+    for number in range(2):
+        shutil.copy(data / "data/imagesTr/s_001.nii.gz", data / f"both/x_000{number}.nii.gz")
+    assert run("--data", data / "both", *WORDS, "--set", f"data.channels={channels}", "--draws", 1, "--out",
+               data / "out") == 0
+    printed = capsys.readouterr()
+    assert ("deformed by itself; to deform the channels of a case together, give --set data.channels=N"
+            in printed.err) == warns and json.loads(printed.out.splitlines()[-1])["draws"] == 3 - channels
+
+
 @pytest.mark.slow
 def test_a_volume_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(data):
     for folder in ("imagesTr", "labelsTr"):
