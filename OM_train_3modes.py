@@ -226,6 +226,7 @@ def set_up(cfg, args, ranks, folder):
         graphs=None if args.debug else graphs.new_graphs(cfg, device, ranks), launched=launched, saved=launched)
     if content:
         training_state.restore(run, content, start, continues=bool(newest))
+        watchdog.phase("restore", "optimizers")  # the agreement is over, and what follows is not a part of a step
     run.model = optim.wrap(run.net, ranks, device, run.gradients, cfg)
     run.optimizers = optim.make_optimizers(run.net, ranks, cfg, [mode.name for mode in run.modes])
     run.ema = optim.new_ema(run.net, cfg, content.get("ema") if newest else None)

@@ -14,6 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import OM_train_3modes as om
+from Diffusion import training_state
 from Report import compare
 from Report import run as report
 from Report.compare import PLACES, differing_keys, short_names
@@ -33,6 +34,8 @@ LOSSES = ["total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "i
 HEADINGS = ["What is wrong, and what to do", "Losses", "Validation", "Where the time went", "Attempts", "Ranks",
             "Speed", "Gradients, gate, learning rate", "Config", "Environment"]
 
+SLOW_S = 1.0
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -43,6 +46,8 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:  # a full disk of the machine is a finding too
         patch.setattr("Runtime.progress.disk_space", lambda run: {"disk_free": 5 * 10 ** 11, "disk_total": 10 ** 12})
         assert om.main(arguments(folder, "--max-steps-before-restart", "10", "--profile", "3:1", **settings)) == 42
+        announce = training_state.announce
+        patch.setattr(training_state, "announce", lambda run: (time.sleep(SLOW_S), announce(run)))  # a slow disk
         assert om.main(arguments(folder, **{**settings, "optim__lr": 2e-4})) == 0
     return folder
 
@@ -81,6 +86,9 @@ def test_what_a_training_logs_for_it(folder):
     [pace] = found["pace"][0]
     assert (pace["steps"], pace["step"]) == (10, 9) and pace["host_used"] > 10 ** 7
     assert 0 < pace["disk_free"] <= pace["disk_total"] and pace["spent"]["forward"] > 0
+    # What a launch does between the checkpoint and its first step belongs to the restart, not to a step.
+    resumed = steps["step"].tolist().index(10)
+    assert steps["spent.agree"][resumed] < SLOW_S < steps["spent.restore"][resumed]
 
 
 def test_tensorboard_has_speed_memory_and_gradients(folder):
