@@ -28,6 +28,10 @@ from Report.page import cards_html, table_html, text_table, write_page
 from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import require_apart, write_file
 
+# The first of these columns that any pair has orders the page: 1 where less of it is worse, and the sentence there.
+WORST = {"dice": (1, "Worst Dice first."), "tre_mm": (-1, "Largest landmark error first."),
+         "folding_any_percent": (-1, "Most folded first.")}
+
 
 def score_pair(pair, dims=3, carried=None):
     """All scores of one pair.
@@ -91,7 +95,7 @@ def score_pair(pair, dims=3, carried=None):
 
 
 def write_scores(folder, scores, failed):
-    """Write scores.csv, scores.json and scores.html, and print the table; the page has the worst pairs first.
+    """Write scores.csv, scores.json and scores.html, and print the table; the page has the worst pairs first (WORST).
 
     scores: from `score_pair`, at least one. failed: dicts of name and reason of the other pairs.
     """
@@ -101,19 +105,17 @@ def write_scores(folder, scores, failed):
     plain = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
     write_file(folder / "scores.json", json.dumps(plain, indent=1) + "\n")  # first: it tells whose the others are
     write_file(folder / "scores.csv", scores_csv(scores, COLUMNS))
-    by, badness = "Worst Dice first.", lambda score: score.get("dice") or 0.0
-    if "dice" not in columns:
-        by, badness = "Largest landmark error first.", lambda score: -(score.get("tre_mm") or 0.0)
-    by = by if {"dice", "tre_mm"} & set(columns) else ""
     header, formats = ["pair", *map(heading, columns)], [None, *[COLUMNS[column] for column in columns]]
-    rows, worst_first = ([[score["name"], *[score.get(column) for column in columns]] for score in ordered]
-                         for ordered in (scores, sorted(scores, key=badness)))
+    worst, (sign, note) = next((each for each in WORST.items() if each[0] in columns), ("", (1, "")))
+    ordered = sorted(scores, key=lambda score: (score.get(worst) is None, sign * (score.get(worst) or 0.0)))
+    rows, worst_first = ([[score["name"], *[score.get(column) for column in columns]] for score in each]
+                         for each in (scores, ordered))
     ends = []
     if len(scores) > 1:
         ends = [["mean", *means.values()], ["sd", *[sd for _, sd, _ in columns.values()]]]
     cards = cards_html([(heading(column), f"{mean:{COLUMNS[column]}}", "1 pair" if sd is None else
                          f"sd {sd:{COLUMNS[column]}}, {count} pairs") for column, (mean, sd, count) in columns.items()])
-    sections = [("", cards), ("Pairs", table_html(header, [*worst_first, *ends], by, formats))]
+    sections = [("", cards), ("Pairs", table_html(header, [*worst_first, *ends], note, formats))]
     if failed:
         reasons = [[entry["name"], entry["reason"]] for entry in failed]
         sections.append(("Not scored", table_html(["pair", "why"], reasons)))

@@ -105,13 +105,13 @@ def test_landmarks(pair):
     found = scores(pair)[0]
     shift = np.linalg.norm(to_mm(np.array([3.0, 0, 0]).reshape(3, 1, 1, 1), OBLIQUE))
     assert found["tre_before_mm"] == pytest.approx(shift) and found["tre_mm"] == pytest.approx(0, abs=1e-4)
-    entries = [{"name": name, "field": f"{name}.nii.gz", "fixed_points": "fixed.csv", "moving_points": "moving.csv"}
-               for name in ("field", "zero")]
-    write_field(pair / "zero.nii.gz", np.zeros((3, *SHAPE), np.float32), OBLIQUE)
-    (pair / "pairs.json").write_text(json.dumps(entries))
-    assert run(pair, "--pairs", pair / "pairs.json") == 0
+    pairs = ["unregistered,fixed.csv,moving.csv,", "good,fixed.csv,moving.csv,field.nii.gz",
+             "bad,moving.csv,fixed.csv,field.nii.gz"]
+    (pair / "pairs.csv").write_text("\n".join(["name,fixed_points,moving_points,field", *pairs]))
+    assert run(pair, "--pairs", pair / "pairs.csv") == 0
     page = (pair / "out/scores.html").read_text()
-    assert "Largest landmark error first" in page and page.index(">zero<") < page.index(">field<")
+    assert re.findall("<td>(good|bad|unregistered)</td>", page) == ["bad", "good", "unregistered"]
+    assert "Largest landmark error first" in page and "Dice" not in page
 
 
 def test_a_list_of_pairs_with_a_folded_field(pair, capsys):
