@@ -51,13 +51,13 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
     """All volumes of a data set, as `read_datalist` describes them. Only headers are read, and only where images of a
     folder would share a label.
 
-    pattern: as in `name_subjects`. channels: as there. as_listed: in the order of the list, not by id. quiet: print no
-    warning about files that are not used.
+    pattern: as in `name_subjects`. channels: as there; None: however many a list names. as_listed: in the order of the
+    list, not by id. quiet: print no warning about files that are not used.
     """
     root = Path(root)
     if not root.exists() and not glob.has_magic(str(root)):
         raise InputError(f"{root}: no such data folder or list; check the path.")
-    items, unused, passed = _read_items(root, channels)
+    items, unused, passed = _read_items(root, channels or 1)
     if not items:
         where = _image_folder(root) if root.is_dir() and not list_file(root) else root
         pictures = [name for name in sorted(os.listdir(where)) if ends_in(name, PICTURES)] if where.is_dir() else []
@@ -75,6 +75,15 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
     if not quiet:
         _tell_what_is_unused(root, items, unused, passed)
     return items if as_listed else sorted(items, key=lambda item: item["id"])  # as in a cache
+
+
+def list_single(root, pattern="", as_listed=False):
+    """`list_volumes` for a program that uses only the first image of each volume; a warning if a list names more."""
+    items = list_volumes(root, pattern, None, as_listed)
+    if several := next((item for item in items if "channels" in item), None):
+        print(f"warning: {root}: only the first channel of each volume is used, such as {several['image'].name}.",
+              file=sys.stderr)
+    return items
 
 
 def _tell_what_is_unused(root, items, unused, passed):
@@ -749,14 +758,14 @@ NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and
 
 def _with_channels(root, items, channels):
     """The items with the files of each volume's channels together. Raises InputError for another number of files."""
-    if channels > 1 and not any("channels" in item for item in items):
+    if channels and channels > 1 and not any("channels" in item for item in items):
         if are_numbered_channels(items):
             items = group_channels(items, base=_base_of(root))
         elif not (root.is_file() or root.is_dir() and list_file(root) or are_numbered(items)):  # lists name them
             items = group_contrasts(items, channels)
     for item in items:
         found = 1 + len(item.get("channels", []))
-        if found > 1 and found != channels:  # one file may hold all channels
+        if channels and found not in (1, channels):  # one file may hold all channels
             raise InputError(f"{root}: {item['image'].name} has {found} channels, but data.channels is {channels}; set "
                              f'it to {found}, or give each file its own entry with the same "subject".')
     return items

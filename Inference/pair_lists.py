@@ -15,7 +15,7 @@ from Dataloader.datalist import (
     is_one_volume,
     label_beside,
     list_file,
-    list_volumes,
+    list_single,
     names_apart,
     pair_files,
     read_csv,
@@ -88,7 +88,7 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
             items.append({"id": volume_id(source), "image": Path(source),
                           "label": label_beside(source, listed(Path(source).parent))})
         else:
-            items += list_volumes(source)
+            items += list_single(source)
     own = fixed.resolve()
     fixed_label = fixed_label or next((item["label"] for item in items if item["image"].resolve() == own), None)
     items = [item for item in items if item["image"].resolve() != own]

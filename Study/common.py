@@ -11,7 +11,7 @@ from Dataloader.datalist import (
     Folder,
     is_one_volume,
     label_beside,
-    list_volumes,
+    list_single,
     name_subjects,
     select,
     set_apart,
@@ -47,7 +47,7 @@ def volumes_of(sources, ids="", pattern="", known=()):
                           "modality": "", "split": ""})
             singles.append(items[-1])
         else:
-            items += list_volumes(source, pattern, as_listed=True)
+            items += list_single(source, pattern, as_listed=True)
     if not items:
         raise InputError(f"{sources[0]}: the names of all {len(sources)} files mark them as segmentations; give the "
                          "images.")

@@ -40,7 +40,7 @@ ALONE = {"loss": {"dist": 0.0, "ang": 0.0, "regul": 0.0, "contrastive": 0.0}}  #
 def plan(args):
     """`omnimorph plan`; returns the exit code."""
     require_apart([Path(args.out) / "config.yaml"], is_unedited)
-    items = list_volumes(args.data, args.subject_pattern)
+    items = list_volumes(args.data, args.subject_pattern, channels=None)
     seen, bad = look(items)
     if not seen:
         raise InputError(f"{args.data}: none of its {len(items)} volumes can be read ({bad[0][1]}).")
@@ -48,6 +48,7 @@ def plan(args):
         raise InputError(f"{args.data}: none of the volumes that were opened can be used ({bad[0][1]}).")
     device, out = pick_device(args.device), Path(args.out)
     make_folder(out)
+    args.channels = 1 + len(items[0].get("channels", []))
     chosen = choose(seen, args, device, out)
     labelled = sum(item["label"] is not None for item in items)
     advice = advise(args.purpose, len(items), labelled, args.data)
@@ -140,7 +141,8 @@ def write_config(out, args, base, size, spacing_mm, volumes, epochs=1):
                "data": {"name": "", "root": str(Path(args.data).resolve()),
                         "train_ids": "", "val_ids": "", "val_fraction": HELD_OUT, "cache": "auto", "expect_samples": 0,
                         "subject_pattern": args.subject_pattern, "img_size": [int(n) for n in size],
-                        "spacing_mm": float(f"{spacing_mm:.4g}")}}
+                        "spacing_mm": float(f"{spacing_mm:.4g}"),
+                        **({"channels": args.channels} if args.channels > 1 else {})}}
     plain = load_config(base)
     steps = (1 - HELD_OUT) * volumes * plain["data.repeats"] / plain["data.batchsize"]  # of an epoch, about
     if steps < EPOCH_STEPS:

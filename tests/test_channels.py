@@ -12,7 +12,7 @@ import OM_register
 import OM_train_3modes as om
 from Dataloader import cache
 from Dataloader.cache import open_cache
-from Dataloader.datalist import read_datalist
+from Dataloader.datalist import list_single, read_datalist
 from Dataloader.dataset import read_datasets
 from Dataloader.nifti import read_channels, read_header, read_volume, write_volume
 from Dataloader.prepare import on_grid
@@ -81,10 +81,13 @@ def test_a_json_list_names_the_channels_together(tmp_path):
     assert listed(tmp_path) == [("a", "a.nii", ["a_flair.nii"], None), ("b", "b.nii", ["b_flair.nii"], "a.nii")]
 
 
-def test_a_csv_list_has_a_column_for_each(tmp_path):
+def test_a_csv_list_has_a_column_for_each(tmp_path, capsys):
     files(tmp_path, ["a.nii", "a2.nii", "a3.nii"])
     (tmp_path / "list.csv").write_text("image_3,image,image_2\na3.nii,a.nii,a2.nii\n")
     assert listed(tmp_path / "list.csv", 3) == [("a", "a.nii", ["a2.nii", "a3.nii"], None)]
+    [item] = list_single(tmp_path / "list.csv")  # for programs that have no data.channels
+    assert item["image"].name == "a.nii" and "only the first channel of each volume is used, such as a.nii" in (
+        capsys.readouterr().err)
     (tmp_path / "list.csv").write_text("image,image_2,image_3\na.nii,,a3.nii\n")
     with pytest.raises(InputError, match="list.csv line 2: a.nii has image_3 but no image_2, so a channel would be"):
         listed(tmp_path / "list.csv", 2)

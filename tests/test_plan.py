@@ -23,7 +23,7 @@ def run(*words):
 
 
 def args_of(data):
-    return argparse.Namespace(data=str(data), subject_pattern="", purpose="augment")
+    return argparse.Namespace(data=str(data), subject_pattern="", purpose="augment", channels=1)
 
 
 def test_the_grid_covers_the_extent_and_chooses_the_network():
@@ -32,6 +32,19 @@ def test_the_grid_covers_the_extent_and_chooses_the_network():
     size, row = grid(np.array([160.0, 190.0, 150.0]), 2.0)
     assert size.tolist() == [80, 96, 80] and row[1] == "config_medium.yaml"
     assert grid(np.array([160.0, 190.0, 150.0]), 1.0)[1][1] == "config_om.yaml"
+
+
+@pytest.mark.slow
+def test_a_list_of_several_channels_is_planned_with_them(tmp_path):
+    lines = ["image,image_2"]
+    for name in ("a", "b", "c", "d"):
+        image = make_subject(ord(name), (24, 24), dims=2)["image"]
+        for channel in (f"{name}.nii", f"{name}_t2.nii"):
+            write_volume(tmp_path / channel, image, np.eye(4))
+        lines.append(f"{name}.nii,{name}_t2.nii")
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    assert run("--data", tmp_path / "list.csv", "--out", tmp_path / "plan") == 0
+    assert load_config(tmp_path / "plan/config.yaml")["data.channels"] == 2
 
 
 @pytest.mark.slow
