@@ -82,7 +82,7 @@ def shape_of(source):
     """The shape of a source of `read_source`, before its voxels are read; None for a source that it refuses."""
     if is_path(source):
         return tuple(open_nifti(source).shape)
-    array = source[0] if isinstance(source, tuple | list) and len(source) else source
+    array = source[0] if isinstance(source, tuple | list) and len(source) else getattr(source, "array", source)
     return tuple(array.GetSize()) if hasattr(array, "GetSize") else getattr(array, "shape", None)
 
 
@@ -207,16 +207,25 @@ def read_mask(source, volume):
     return (mask > 0).astype(np.float32)
 
 
-def further_sources(given, shape):
+def further_sources(given, source):
     """The further channels of a volume in a list, for `read_further`; an image or array alone is one of them.
 
-    given: a list or a stack (C, *spatial) of sources, one source other than (array, affine), or None. shape: of the
-    volume, from `shape_of`, or None.
+    given: a list or a stack (C, *spatial) of sources, one source other than (array, affine), or None. source: of the
+    volume itself. Trailing axes of length 1 do not count.
     """
     if given is None:
         return []
-    is_one = is_path(given) or isinstance(given, Volume) or hasattr(given, "dataobj") or hasattr(given, "GetSize")
-    return [given] if is_one or shape and getattr(given, "ndim", None) == len(shape) else list(given)
+    if is_path(given) or isinstance(given, Volume) or hasattr(given, "dataobj") or hasattr(given, "GetSize"):
+        return [given]
+    if not hasattr(given, "ndim"):
+        return list(given)
+    shape = shape_of(source) or ()
+    return [given] if without_ones(given.shape) == without_ones(shape) else list(given)
+
+
+def without_ones(shape):
+    """The number of axes of a shape without trailing ones."""
+    return max((axis + 1 for axis, n in enumerate(shape) if n != 1), default=0)
 
 
 def read_further(sources, volume):

@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import functools
+import heapq
 import itertools
 import json
 import sys
@@ -100,14 +101,15 @@ def memory_of(pairs, args):
     needed = [attempt(pair["name"], lambda pair=pair: memory_needed(
         shape_of(pair["fixed"]), shape_of(pair["moving"]), 1 + len(channels_of(pair, "fixed")), args.inverse,
         args.refine and WORKER["cfg"]["refine.grid"] == "own", "moving_label" in pair)) for pair in pairs]
-    largest = max((each for each in needed if not isinstance(each, str)), default=0) / 2 ** 30
     processes = min(args.workers, len(pairs))
+    at_once = heapq.nlargest(processes, (each for each in needed if not isinstance(each, str)))
     share = f" in each of {processes} processes" if processes > 1 else ""
     free = memory.measure(torch.device("cpu"))["host_free"]
-    short = free is not None and processes * largest > free / 2 ** 30
-    return (f"up to {largest:.1f} GiB{share}" + ", and what the network takes" * (args.model != "none")
-            + (f"\nwarning: only {free / 2 ** 30:.1f} GiB of memory are free; use fewer --workers or larger voxels, "
-               "or take a machine with more" if short else ""))
+    fewer = "use fewer --workers or larger voxels" if processes > 1 else "use larger voxels"
+    return (f"up to {max(at_once, default=0) / 2 ** 30:.1f} GiB{share}"
+            + ", and what the network takes" * (args.model != "none")
+            + (f"\nwarning: only {free / 2 ** 30:.1f} GiB of memory are free; {fewer}, or take a machine with more"
+               if free is not None and sum(at_once) > free else ""))
 
 
 def how_registered(args):

@@ -368,7 +368,7 @@ def require_memory(fixed, moving, channels, inverse):
 
 def read_sides(fixed, moving, inverse, fixed_mask=None, moving_mask=None, fixed_channels=(), moving_channels=()):
     """Both Volumes of a pair with their masks and further channels, if there is memory for them; as for `register`."""
-    fixed_channels, moving_channels = (further_sources(given, shape_of(side)) for given, side in (
+    fixed_channels, moving_channels = (further_sources(given, side) for given, side in (
         (fixed_channels, fixed), (moving_channels, moving)))
     require_memory(fixed, moving, 1 + len(fixed_channels), inverse)
     pair = []

@@ -48,10 +48,10 @@ def plan(args):
         raise InputError(f"{args.data}: none of the volumes that were opened can be used ({bad[0][1]}).")
     device, out = pick_device(args.device), Path(args.out)
     make_folder(out)
-    args.channels = 1 + len(items[0].get("channels", []))
+    args.channels = 1 + max(len(item.get("channels", [])) for item in items)
     chosen = choose(seen, args, device, out)
     labelled = sum(item["label"] is not None for item in items)
-    advice = advise(args.purpose, len(items), labelled, args.data)
+    advice = advise(args.purpose, len(items), labelled, args.data, args.channels)
     steps = [f"omnimorph {name} --config {shlex.quote(str(out / 'config.yaml'))}" for name in ("prepare", "train")]
     page = write_plan_page(out, args, items, seen, bad, chosen, advice, steps)
     for name, reason in bad:
@@ -170,10 +170,12 @@ def dry_run(out, device):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def advise(purpose, count, labelled, data):
+def advise(purpose, count, labelled, data, channels=1):
     """Which program serves the purpose, in a sentence or two."""
     if purpose == "augment":
-        return (f"To augment you need no training: omnimorph augment --model none --data {data} --out Data/copies. "
+        several = f"--set data.channels={channels} " if channels > 1 else ""
+        return (f"To augment you need no training: omnimorph augment --model none --data {data} {several}--out "
+                "Data/copies. "
                 "Copies with the shapes of other volumes need none either: name those by --target and add --register.")
     if purpose == "segment":
         few = f"With labels of {labelled} of {count} volumes, "

@@ -16,7 +16,7 @@ import OM_register
 import omnimorph
 from Dataloader.nifti import read_field, write_field, write_volume
 from Dataloader.synthetic import make_subject
-from Dataloader.volume import read_source
+from Dataloader.volume import Volume, further_sources, read_source
 from tests.test_nifti import OBLIQUE
 from tests.tiny import ROOT
 
@@ -285,6 +285,16 @@ def test_a_channel_alone_is_one_channel(small, alone):
     found, wanted = (small[2](affine=False, refine=1, fixed_channels=given, moving_channels=given)
                      for given in (alone(small[0]), [small[0]]))
     assert len(found.warped_channels) == 1 and digest(found.field) == digest(wanted.field)
+
+
+@pytest.mark.parametrize("shape, given, count", [
+    ((9, 8, 1), (2, 9, 8), 2), ((9, 8, 1), (9, 8), 1), ((9, 8, 7, 1), (9, 8, 7), 1), ((9, 8, 7), (9, 8, 7, 1), 1),
+    ((9, 8, 7), (2, 9, 8, 7), 2), ((9, 8, 7), (1, 9, 8, 7), 1)])
+def test_a_stack_of_channels_is_told_from_one(shape, given, count):
+    """Trailing axes of length 1 do not count, in files and in arrays; also beside a Volume."""
+    volume = np.zeros(shape, np.float32)
+    sources = volume, (volume, np.eye(4)), nibabel.Nifti1Image(volume, np.eye(4)), Volume(volume, np.eye(4), "x")
+    assert [len(further_sources(np.zeros(given), source)) for source in sources] == [count] * 4
 
 
 @pytest.mark.slow

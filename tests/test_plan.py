@@ -15,6 +15,7 @@ from Runtime.config import load_config
 from Runtime.errors import InputError
 from Runtime.global_batch import split_step
 from Study import plan
+from Study.common import volumes_of
 from Study.plan import OPENED, grid, write_config
 
 
@@ -35,7 +36,7 @@ def test_the_grid_covers_the_extent_and_chooses_the_network():
 
 
 @pytest.mark.slow
-def test_a_list_of_several_channels_is_planned_with_them(tmp_path):
+def test_a_list_of_several_channels_is_planned_with_them(tmp_path, capsys):
     lines = ["image,image_2"]
     for name in ("a", "b", "c", "d"):
         image = make_subject(ord(name), (24, 24), dims=2)["image"]
@@ -43,8 +44,12 @@ def test_a_list_of_several_channels_is_planned_with_them(tmp_path):
             write_volume(tmp_path / channel, image, np.eye(4))
         lines.append(f"{name}.nii,{name}_t2.nii")
     (tmp_path / "list.csv").write_text("\n".join(lines))
-    assert run("--data", tmp_path / "list.csv", "--out", tmp_path / "plan") == 0
+    assert run("--data", tmp_path / "list.csv", "--for", "augment", "--out", tmp_path / "plan") == 0
     assert load_config(tmp_path / "plan/config.yaml")["data.channels"] == 2
+    assert f"--data {tmp_path / 'list.csv'} --set data.channels=2 --out" in capsys.readouterr().out
+    [first, *_] = volumes_of([str(tmp_path / "list.csv")])
+    assert first["image"].name == "a.nii"
+    assert "only the first channel of each volume is used, such as a.nii" in capsys.readouterr().err
 
 
 @pytest.mark.slow
