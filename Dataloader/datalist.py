@@ -63,7 +63,7 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
         pictures = [name for name in sorted(os.listdir(where)) if ends_in(name, PICTURES)] if where.is_dir() else []
         raise InputError(f"{where}: found no .nii, .nii.gz or other volume; "
                          f"{made_grey(where / pictures[0]) if pictures else 'check the folder'}.")
-    items = _with_channels(root, items, channels)
+    items = items if channels is None else _with_channels(root, items, channels)
     by_id = {}
     for item in items:
         before = by_id.setdefault(as_stored(item["id"]), item)
@@ -79,7 +79,7 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
 
 def list_single(root, pattern="", as_listed=False):
     """`list_volumes` for a program that uses only the first image of each volume; a warning if a list names more."""
-    items = list_volumes(root, pattern, None, as_listed)
+    items = list_volumes(root, pattern, channels=None, as_listed=as_listed)
     if several := next((item for item in items if "channels" in item), None):
         print(f"warning: {root}: only the first channel of each volume is used, such as {several['image'].name}.",
               file=sys.stderr)
@@ -758,14 +758,14 @@ NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and
 
 def _with_channels(root, items, channels):
     """The items with the files of each volume's channels together. Raises InputError for another number of files."""
-    if channels and channels > 1 and not any("channels" in item for item in items):
+    if channels > 1 and not any("channels" in item for item in items):
         if are_numbered_channels(items):
             items = group_channels(items, base=_base_of(root))
         elif not (root.is_file() or root.is_dir() and list_file(root) or are_numbered(items)):  # lists name them
             items = group_contrasts(items, channels)
     for item in items:
         found = 1 + len(item.get("channels", []))
-        if channels and found not in (1, channels):  # one file may hold all channels
+        if found > 1 and found != channels:  # one file may hold all channels
             raise InputError(f"{root}: {item['image'].name} has {found} channels, but data.channels is {channels}; set "
                              f'it to {found}, or give each file its own entry with the same "subject".')
     return items

@@ -157,13 +157,19 @@ def as_array(source, name, kinds=KINDS):
 
 def axes(name, shape):
     """The number of axes of a file's shape, 2 or 3, without trailing axes of length 1. Raises InputError for others."""
-    kept = shape = tuple(map(int, shape))
-    while len(kept) > 2 and kept[-1] == 1:
-        kept = kept[:-1]
+    shape = tuple(map(int, shape))
+    kept = without_ones(shape)
     if len(kept) not in (2, 3):
         raise InputError(f"{name}: shape {shape} is neither 2D nor 3D; split it into one file per volume "
                          "(fslsplit), or take the first one (nib-roi -t 0:1 IN OUT).")
     return len(kept)
+
+
+def without_ones(shape):
+    """A shape without trailing axes of length 1 after the second one."""
+    while len(shape) > 2 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
 
 
 def dims_of(path):
@@ -220,12 +226,7 @@ def further_sources(given, source):
     if not hasattr(given, "ndim"):
         return list(given)
     shape = shape_of(source) or ()
-    return [given] if without_ones(given.shape) == without_ones(shape) else list(given)
-
-
-def without_ones(shape):
-    """The number of axes of a shape without trailing ones."""
-    return max((axis + 1 for axis, n in enumerate(shape) if n != 1), default=0)
+    return [given] if len(without_ones(given.shape)) == len(without_ones(shape)) else list(given)
 
 
 def read_further(sources, volume):

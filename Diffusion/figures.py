@@ -42,7 +42,7 @@ def turn_to_screen(images, labels, field, affine, body=None):
             "spacing": spacing}
 
 
-def screen_axes(affine, dims):
+def _screen_axes(affine, dims):
     """For each axis of the screen, the axis of the volume that it shows, and its sign: two arrays of three."""
     of_axes = orientations.io_orientation(affine)
     if dims == 2:
@@ -54,16 +54,21 @@ def screen_axes(affine, dims):
 
 def turn(volume, affine):
     """One volume of `turn_to_screen`, without a copy."""
-    order, signs = screen_axes(affine, np.ndim(volume))
+    order, signs = _screen_axes(affine, np.ndim(volume))
     volume = np.asarray(volume)[..., None] if np.ndim(volume) == 2 else np.asarray(volume)
     return volume.transpose(order)[tuple(slice(None, None, sign) for sign in signs)]
 
 
+def screen_spacing(affine, dims):
+    """The spacing of voxels along the axes of the screen in mm, (3,)."""
+    return np.linalg.norm(np.asarray(affine)[:3, :3], axis=0)[_screen_axes(affine, dims)[0]]
+
+
 def _turn_field(field, affine):
     """A field of `turn_to_screen`: (N, left, back, feet), and the spacing of its voxels in mm, (3,)."""
-    order, signs = screen_axes(affine, len(field))
+    order, signs = _screen_axes(affine, len(field))
     moved = np.stack([sign * turn(field[axis], affine) for axis, sign in zip(order[:len(field)], signs)])
-    return moved, np.linalg.norm(np.asarray(affine)[:3, :3], axis=0)[order]
+    return moved, screen_spacing(affine, len(field))
 
 
 def grid_nodes(shape, spacing):
@@ -108,7 +113,7 @@ def registration_figure(moving, fixed, warped, field, labels=None, title="", bod
     facts = (f"smallest Jacobian determinant {determinant.min():.3g}, folded {100 * (determinant <= 0).mean():.4g} % "
              "of voxels (determinant 0 or less)")
     figure, axes = _layout(shape, spacing, [*textwrap.wrap(title, 115), facts], by_headers,
-                           "\u2191" if screen_axes(affine, np.ndim(fixed))[1][1] < 0 else "\u2193")
+                           "\u2191" if _screen_axes(affine, np.ndim(fixed))[1][1] < 0 else "\u2193")
     columns = [middle_slices(image) for image in turned["images"].values()]
     columns += [[np.abs(a - b) for a, b in zip(columns[1], columns[other])] for other in (0, 2)]
     of_moving = _limits(columns[0])

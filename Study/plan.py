@@ -170,13 +170,13 @@ def dry_run(out, device):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def advise(purpose, count, labelled, data, channels=1):
+def advise(purpose, count, labelled, data, channels):
     """Which program serves the purpose, in a sentence or two."""
     if purpose == "augment":
         several = f"--set data.channels={channels} " if channels > 1 else ""
-        return (f"To augment you need no training: omnimorph augment --model none --data {data} {several}--out "
-                "Data/copies. "
-                "Copies with the shapes of other volumes need none either: name those by --target and add --register.")
+        return (f"To augment you need no training: omnimorph augment --model none --data {data} {several}"
+                "--out Data/copies. Copies with the shapes of other volumes need none either: name those by --target "
+                "and add --register.")
     if purpose == "segment":
         few = f"With labels of {labelled} of {count} volumes, "
         if not labelled:

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image  # a requirement of matplotlib
 from scipy import ndimage
 
-from Diffusion.figures import screen_axes, slices_across, turn
+from Diffusion.figures import screen_spacing, slices_across, turn
 
 SIDE = 120  # pixels, of a slice
 GREYS, STEPS, SHADES = 96, 5, 14  # of the palette: greys, steps of red and of blue, and greys under each step
@@ -35,7 +35,7 @@ def thumbnail(image, affine, outlines=(), heat=None):
     """
     volumes = [image, *(label for label, _ in outlines), *([] if heat is None else [heat])]
     turned = [turn(each, affine) for each in volumes]
-    spacing = np.linalg.norm(np.asarray(affine)[:3, :3], axis=0)[screen_axes(affine, np.ndim(image))[0]]
+    spacing = screen_spacing(affine, np.ndim(image))
     focus = [n // 2 for n in turned[0].shape]
     if outlines and (turned[1] != 0).any():
         focus = [int(round(each)) for each in ndimage.center_of_mass(turned[1] != 0)]
@@ -75,7 +75,7 @@ def tile(planes, sides, limits, colours, has_heat):
             place = colour if isinstance(colour, int) else int(np.searchsorted(colour, value))
             inside = np.pad(label == value, 1)
             edge = inside & ~ndimage.binary_erosion(inside)
-            # Left and right often alternate in the list: from lap to lap, even places change their colours too.
+            # Shifted by one per lap: labels that alternate between left and right get all colours.
             picture[edge[1:-1, 1:-1]] = GREYS + (place + place // len(COLOURS)) % len(COLOURS)
     return picture
 
