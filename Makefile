@@ -21,7 +21,7 @@ help:            ## this list
 
 venv: .venv/.ready   ## the virtual environment .venv with pinned packages
 
-.venv/.ready: requirements.txt requirements-test.txt
+.venv/.ready: requirements.txt requirements-docs.txt requirements-test.txt
 	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed, and $(PYTHON) is %d.%d: name another one, such as make PYTHON=python3.11." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv 1>&2
 	$(PY) -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements-test.txt $(TRITON) 1>&2
@@ -60,7 +60,6 @@ bench-registration: .venv/.ready   ## registration against ANTs, DIPY, ConvexAda
 	$(PY) tests/bench/bench_multimodal.py --subjects test
 
 docs: .venv/.ready   ## the pages of docs/ as a searchable website, in site/
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt 1>&2
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 	@echo "$(CURDIR)/site/index.html"
 

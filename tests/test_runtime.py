@@ -60,8 +60,8 @@ def test_real_old_pythons_say_the_same():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
 def test_make_names_an_old_python(tmp_path):
-    for name in ("Makefile", "requirements.txt", "requirements-test.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    for path in (ROOT / "Makefile", *ROOT.glob("requirements*.txt")):
+        shutil.copy(path, tmp_path)
     old = tmp_path / "python3.9"
     old.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit 9\nexec {shlex.quote(sys.executable)} -c '
                    '"import sys; sys.version_info = (3, 9, 2); exec(sys.argv[1])" "$2"\n')

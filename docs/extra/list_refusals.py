@@ -1,6 +1,7 @@
 """A hook of mkdocs: the page of messages lists every sentence with which OmniMorph refuses an input, from the code."""
 import html
 import runpy
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -8,6 +9,7 @@ MARK = "<!-- all refusals -->"
 
 
 def table():
+    sys.path.insert(0, str(ROOT))  # the command mkdocs, unlike python -m mkdocs, does not look in the current folder
     # By its path: importing the package would import torch.
     refusals = runpy.run_path(str(ROOT / "omnimorph/explain.py"))["read_refusals"](ROOT)
     lines = ["| sentence | file |", "|---|---|"]
