@@ -25,6 +25,7 @@ from Report.page import cards_html, findings_html, table_html, text_table, write
 from Report.rules import find_all, host_of, newest_ranks, own_seconds, size_text
 from Report.run_logs import read_json, read_run, tail_of
 from Runtime.errors import DONE, parse_options, run_program
+from Supervisor.verdict import place
 
 FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # --follow pauses at least this many s, and this many times a report's duration
 PICTURE_BYTES = 3 * 2 ** 20  # limit for all pictures of a page, so that the page stays below 5 MB
@@ -71,12 +72,6 @@ def state_of(found, now=None):
         return "silent", (f"Silent since {heard}, beyond its deadline: {where}. Either the run has died, and the same "
                           "command continues it, or this is a copy of its folder.")
     return "running", f"Running: {where}, since {max(now - behind['time'], 0):.0f} s."
-
-
-def place(line):
-    """Where a rank is or died, in words. line: a breadcrumb, or the event "died"."""
-    mode = f" ({line['mode']})" if line["mode"] else ""
-    return f"{line['phase']}{mode} of step {line['step']}"
 
 
 def is_fresh(found):
@@ -206,8 +201,7 @@ def attempt_rows(found):
         rows.append({"number": each["attempt"], "began": each["began"], "ranks": each["begin"].get("ranks"),
                      "steps": f"{steps[0]:.0f}-{steps[-1]:.0f}" if len(steps) else "none", "cause": each["cause"],
                      "dead": bool(verdict.get("dead")), "rank": verdict.get("rank"), "host": verdict.get("host", ""),
-                     "step": verdict.get("step"), "place": " ".join(filter(None, (verdict.get("phase"),
-                                                                                  verdict.get("mode")))),
+                     "place": place(verdict) if verdict.get("dead") else "",
                      "cost": each["detection"] + each["spent"]["replayed steps"] + following["restart"],
                      "seconds": each["ended"] - each["began"], "stack": verdict.get("stack") or [],
                      "sentence": (each["end"] or {}).get("sentence", "No end is recorded: it is running or has died.")})
@@ -219,7 +213,7 @@ def attempts_html(found):
     rows, items = attempt_rows(found), []
     for row in rows[::-1][:LAST_ATTEMPTS]:
         who = f"rank {row['rank']} on {row['host']}" if row["rank"] is not None else ""
-        parts = [f"attempt {row['number']}", who, f"in {row['place']} of step {row['step']}" if row["dead"] else "",
+        parts = [f"attempt {row['number']}", who, f"in {row['place']}" if row["dead"] else "",
                  f"steps {row['steps']}", f"cost {row['cost']:.1f} s" if row["cost"] >= 0.05 else ""]
         told = "\n".join([f"{moment(row['began'])}, {duration(row['seconds'])}, {row['ranks']} ranks", row["sentence"],
                           *row["stack"]])
@@ -347,7 +341,7 @@ def as_text(found):
                            f"{each['advice']}" for each in findings) or "no rule found a problem")
     parts.append(text_table(["loss", "first", "last", "", ""], curve_rows(found)))
     parts.append(tables(found))
-    ended = [(row["number"], row["steps"], row["cause"], row["rank"], row["host"], row["place"] * row["dead"],
+    ended = [(row["number"], row["steps"], row["cause"], row["rank"], row["host"], row["place"],
               round(row["cost"], 1)) for row in attempt_rows(found)[-10:]]
     parts.append(text_table(["attempt", "steps", "ended by", "rank", "node", "in", "cost s"], ended))
     ranks = ranks_table(found)

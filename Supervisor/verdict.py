@@ -234,8 +234,17 @@ def where(record):
         return "no sign of life"
     if last_event(record, "end"):
         return "finished"
-    mode = f" ({now['mode']})" if now["mode"] else ""
-    return f"{now['phase']}{mode} of step {now['step']}"
+    return place(now)
+
+
+def place(line):
+    """A phase in words. In a start there is no step yet: the log has 0, even if the run resumes from a later one.
+
+    line: a breadcrumb, the event "died" or a verdict.
+    """
+    mode = f" ({line['mode']})" if line["mode"] else ""
+    step = "" if line["phase"] in STARTING or line["mode"] in STARTING else f" of step {line['step']}"
+    return f"{line['phase']}{mode}{step}"
 
 
 def last_event(record, kind):
@@ -298,9 +307,7 @@ def sentence(verdict):
         detail = f" ({verdict['detail']})" if verdict["detail"] else ""
         return f"attempt {verdict['attempt']}: {verdict['cause']}{detail}"
     who = f"rank {verdict['rank']}" if verdict["rank"] is not None else "all ranks"
-    mode = f" ({verdict['mode']})" if verdict["mode"] else ""
-    step = f" of step {verdict['step']}" if verdict["step"] is not None else ""
     stack = f", at {verdict['stack'][-1]}" if verdict["stack"] else ""
     others = f"; {verdict['others']}" if verdict["others"] else ""
     return (f"attempt {verdict['attempt']}: {verdict['cause']}: {who} on {verdict['host'] or 'an unknown host'} in "
-            f"{verdict['phase']}{mode}{step}: {verdict['detail'].rstrip('.')}{stack}{others}")
+            f"{place(verdict)}: {verdict['detail'].rstrip('.')}{stack}{others}")
