@@ -28,16 +28,19 @@ def thin(x, y, points=POINTS):
     place = np.minimum((x - x[0]) / max(x[-1] - x[0], 1e-12) * points, points - 1).astype(int)
     starts = np.flatnonzero(np.r_[True, np.diff(place) > 0])
     counts = np.diff(np.r_[starts, len(x)])
-    return (np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts,
+    middle = np.add.reduceat(x, starts) / counts
+    middle[0], middle[-1] = x[0], x[-1]  # the axis, and the marks on it, reach from the first value to the last
+    return (middle, np.add.reduceat(y, starts) / counts,
             np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))
 
 
 def ticks(low, high, count=4):
-    """At most `count` + 1 round numbers from low to high."""
+    """About `count` round numbers from low to high, at least two: one alone does not show a scale."""
     size = 10.0 ** math.floor(math.log10((high - low) / count))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (size * factor) <= count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    values = [round(index * step, 12) for index in range(first, last + 1)]
+    return values if len(values) > 1 else ticks(low, high, count + 1)
 
 
 def number(value, digits=3):
@@ -60,18 +63,19 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
     legend. marks: list of (x, kind, text) for vertical lines, kind "dead" or "planned". log: logarithmic y axis, which
     leaves out values that are not positive. note: plain text below. limits: list of (name, y) for horizontal lines.
     """
-    thinned, colours, last = [], [], ""
+    thinned, colours, last, ends = [], [], "", []
     for index, (name, x, y) in enumerate(curves):
         y = np.asarray(y, float)
         y = np.where(y > 0, y, np.nan) if log else y
         curve = thin(x, y)
         if len(curve[0]):
             thinned.append((name, *curve))
+            ends += [x[0], x[-1]]  # also where the values are not finite: a loss that became NaN ends before the axis
             colours.append(index % COLOURS)  # a curve keeps its colour where another one has no values
             last = number(y[np.isfinite(y)][-1])  # itself, since a pixel averages
     if not thinned:
         return figure(title, NO_VALUES, "", "", note)
-    box = frame(thinned, [y for _, y in limits], log)
+    box = frame(thinned, ends, [y for _, y in limits], log)
     parts = [axes(box, across)]
     parts += [f'<path class="mark {kind}" d="M{pixel} {TOP}V{HEIGHT - BOTTOM}"><title>{escape(text)}</title></path>'
               for pixel, kind, text in merge_marks(box, marks)]
@@ -83,7 +87,7 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
     return figure(title, last if len(thinned) == 1 else "", "".join(parts), names, note)
 
 
-def frame(curves, limits, log):
+def frame(curves, ends, limits, log):
     """The ranges that map values to pixels: {"first", "last": of x, "low", "high": of y, "log"}."""
     low = min(scaled(np.min(curve[3]), log) for curve in curves)
     high = max(scaled(np.max(curve[4]), log) for curve in curves)
@@ -92,8 +96,7 @@ def frame(curves, limits, log):
         if low - (high - low) <= value <= high + (high - low):
             low, high = min(low, value), max(high, value)
     pad = 0.05 * (high - low) or (0.5 if log else 0.05 * abs(high)) or 1.0
-    first, last = min(curve[1][0] for curve in curves), max(curve[1][-1] for curve in curves)
-    return {"first": first, "last": max(last, first + 1e-9), "low": low - pad, "high": high + pad, "log": log}
+    return {"first": min(ends), "last": max(*ends, min(ends) + 1e-9), "low": low - pad, "high": high + pad, "log": log}
 
 
 def scaled(y, log):

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from Report.charts import line_chart, merge_marks, number, spark, stacked_chart, thin, ticks
+from Report.charts import LEFT, POINTS, line_chart, merge_marks, number, spark, stacked_chart, thin, ticks
 from tests.test_page import NASTY, Balance
 
 
@@ -25,8 +25,9 @@ def test_a_spike_of_one_step_in_a_hundred_thousand_is_still_seen():
     assert len(x) <= 310 and greatest.max() == 7 and least.max() == 0
     assert abs(x[greatest.argmax()] - 54_321) < 400
     assert mean.max() == pytest.approx(7 / 323, rel=0.05)
-    page = line_chart("loss", [("loss", np.arange(100_000), y)])
+    page = line_chart("loss", [("loss", np.arange(100_000), y)], [(5, "dead", "early"), (99_990, "dead", "late")])
     assert len(page) < 30_000 and "<polygon" in page
+    assert "early" in page and "late" in page and ">0</text>" in page, "all steps are on the axis"
 
 
 def test_the_mean_of_a_thinned_curve_is_that_of_its_values():
@@ -41,6 +42,12 @@ def test_a_line_goes_up_where_the_values_do():
     (x0, y0), (x1, y1), (x2, y2) = line
     assert x0 < x1 < x2 and y0 > y1 > y2  # pixels count from the top
     assert (y1 - y2) / (y0 - y1) == pytest.approx(2, rel=0.02) and (x2 - x1) == pytest.approx(x1 - x0, abs=0.2)
+
+
+def test_a_loss_that_becomes_nan_ends_before_the_axis():
+    """Else it looks as if it had fallen until the last step."""
+    [line] = points(line_chart("loss", [("loss", np.arange(401), np.r_[np.linspace(1, 0, 301), np.full(100, np.nan)])]))
+    assert line[0][0] == LEFT and line[-1][0] == pytest.approx(LEFT + 0.75 * POINTS, abs=2)
 
 
 def test_a_logarithmic_axis_leaves_out_what_has_no_logarithm():
@@ -88,6 +95,7 @@ def test_columns_fill_the_shares_of_their_kinds():
 
 def test_ticks_and_numbers_are_round():
     assert ticks(0, 1) == [0, 0.25, 0.5, 0.75, 1.0] and ticks(0.0, 99_999, 3) == [0, 50_000]
+    assert ticks(120, 288, 3) == [150, 200, 250], "one number shows no scale"
     assert [number(value) for value in (0, 0.00012345, 3e-9, 1234, 25_000, 2.5e6, None, float("nan"))] == [
         "0", "1.23e-4", "3e-9", "1234", "25k", "2.5M", "-", "-"]
     page = line_chart("close", [("close", [0, 1], [0.9321, 0.9325])])
