@@ -469,6 +469,7 @@ def train(cfg, args, ranks, folder):
             launch.refresh(ranks, run.device, cfg)
             run.model = optim.wrap(run.net, ranks, run.device, run.gradients, cfg)
         began, first_step = time.monotonic(), progress.step_in_epoch
+        paced = first_step, began  # where the bar begins to count, and when
         left = steps_left(cfg, len(run.dataset), run.listed, split, progress.samples, progress.pairs, inputs)
         steps, length = first_step + left, progress.samples / split.samples + left  # length: in steps of this size
         bar, below = progress_bars(cfg, progress, steps, is_main)
@@ -500,7 +501,9 @@ def train(cfg, args, ranks, folder):
                 line.update(lr=lr, samples=split.samples)
                 if is_main:
                     watchdog.event("step", **line, spent=spent)
-                    show_progress(bar, below, progress, cfg, steps, first_step, split.samples, time.monotonic() - began)
+                    show_progress(bar, below, progress, cfg, steps, *paced, split.samples)
+                    if steps_here == 1:  # it may have compiled: the time left follows from the others
+                        paced = progress.step_in_epoch, time.monotonic()
                 keep_pace(pace, line, spent, run.watch, run.curves)
                 if failed:
                     training_state.refuse_nonfinite(run, failed)

@@ -147,13 +147,13 @@ def progress_bars(cfg, progress, steps, is_main):
     return bar, below
 
 
-def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds):
+def show_progress(bar, below, progress, cfg, steps, first_step, began, samples):
     """Advance the bar by a step and show samples per second, the run's remaining time and the averages.
 
-    The averages are in the line below or, in a log, beside the rest. steps: per epoch. first_step: step_in_epoch where
-    this launch entered the epoch. samples: per step. seconds: since first_step.
+    The averages are in the line below or, in a log, beside the rest. steps: per epoch. first_step, began: step_in_epoch
+    from which the pace is measured, and time.monotonic() there. samples: per step.
     """
-    steps_here = progress.step_in_epoch - first_step
+    steps_here, seconds = progress.step_in_epoch - first_step, time.monotonic() - began
     steps_left = (cfg["run.epochs"] - progress.epoch) * steps - progress.step_in_epoch
     hours, minutes = divmod(int(steps_left * seconds / steps_here) // 60, 60)
     shown = "  ".join(f"{name} {show(value)}" for name, value in averages(progress.sums).items())
