@@ -336,7 +336,7 @@ def make_all(job, items, draws, workers, records):
         results = ((task, try_draws(*task)) for task in tasks)
     else:
         results = run_tasks(try_draws, tasks, workers, job["out"], prepare_worker, (job,), lambda: run_lock.touch(out))
-    bar = tqdm(total=total, initial=total - left, desc="augmenting", unit="draw")
+    bar = tqdm(total=total, initial=total - left, desc="augmenting", unit="draw", smoothing=0)  # as in do_all
     with bar, open(out / "draws.jsonl", "a", encoding="utf-8") as file:
         for (item, numbers), made in results:
             bar.update(len(numbers))

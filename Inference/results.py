@@ -258,7 +258,8 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     else:
         made = ((task, guarded(*task)) for task in todo)
     try:
-        with tqdm(total=len(todo), desc=doing, unit=unit, disable=not resumes) as bar:
+        # The pace of all so far: workers that started together end together, and the last few alone mislead.
+        with tqdm(total=len(todo), desc=doing, unit=unit, disable=not resumes, smoothing=0) as bar:
             for (entry, *_), row in made:
                 found[entry["name"]] = row
                 for sentence in [] if isinstance(row, str) else row.get("warnings", []):

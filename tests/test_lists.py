@@ -5,10 +5,12 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import nibabel
@@ -285,6 +287,21 @@ def test_results_that_take_long_to_write_are_not_written_after_each_pair(tmp_pat
     with pytest.raises(KeyboardInterrupt):
         do_all(tmp_path, tasks, interrupted, {}, again=True)
     assert len(read_results(tmp_path)["pairs"]) == 99, "Ctrl-C costs what was done since the last write"
+
+
+def test_the_time_left_of_a_list_follows_from_all_its_entries(tmp_path, capsys):
+    """16 workers that start together end together: one long wait, then 15 short ones."""
+    times, tasks = [], [({"name": str(number)}, tmp_path) for number in range(18)]
+
+    def wave(entry, *_):
+        time.sleep(1.5 if entry["name"] in ("0", "16") else 0.12)
+        times.append(time.monotonic())
+        return {"name": entry["name"], "folder": str(tmp_path), "labels": {}, "files": {}}
+
+    began = time.monotonic()
+    do_all(tmp_path, tasks, wave, {})
+    shown = float(re.search(r"17/18 \[.*?([\d.]+)pair/s", capsys.readouterr().err)[1])
+    assert shown == pytest.approx(17 / (times[16] - began), rel=0.2)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can work as another user")
