@@ -66,6 +66,9 @@ RECORDED = {
     "  exitcode  : -11 (pid: 4021)": "stacks/",
     "OSError: [Errno 28] No space left on device: '/dev/shm/torch_4021'": "data.num_workers=0",
     "error: rank 0 of 2 did not arrive within 300 s at 127.0.0.1:29500: see how they ended": "of its own",
+    "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9112. This is": "ended first",
+    "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]: Connection reset by peer": "ended first",
+    "attempt 9: killed: rank 0 on vm in data of step 7: ended by SIGKILL; rank 1: data of step 7.": "the scheduler",
     "UnboundLocalError: cannot access local variable 'xt'": "last use",
 }
 
