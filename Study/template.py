@@ -13,6 +13,7 @@ image, so the map to a mirrored subject is the mirrored map to the subject, and 
 import functools
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,12 @@ def template(args):
     if len(items) < FEWEST:
         raise InputError(f"{items[0]['image']}: it has {len(items)} volume; a template needs {FEWEST} subjects or "
                          "more.")
+    doubts = []
+    if len(modalities := sorted({item["modality"] for item in items} - {""})) > 1:
+        doubts = [f"{', '.join(map(str, args.images))}: the volumes have {len(modalities)} modalities ("
+                  f"{', '.join(modalities)}), and the template is the mean of all of them; if it is to show one, choose "
+                  "its volumes by a pattern such as \"Data/**/*_T1w.nii.gz\", or by a list."]
+        print(f"warning: {doubts[0]}", file=sys.stderr)
     if args.bids:
         require_own_names([{**entry_of(item), "fixed": TEMPLATE} for item in items])
         require_own_bids(args.out)
@@ -80,7 +87,7 @@ def template(args):
     with common.locked(args.out, "template", names, [item[key] for item in items for key in ("image", "label")]) as out:
         earlier = None if args.again else finished_earlier(items, settings, out)
         rows, failed, history = earlier or build(items, options, settings, out, args)
-        page = write_template_page(out, rows, failed, history, args)
+        page = write_template_page(out, rows, failed, history, args, doubts)
         last = history[-1]
         summary = {key: last[key] for key in ("mean_left", "most_left", "sharpness", "dice_pairs") if key in last}
         code = common.end(out, rows, failed, settings, page, args.strict, summary)
@@ -453,8 +460,8 @@ def write_subject(out, row, item, affine):
     return common.finished_row(row, out, paths[:2] if warped_label is None else paths), warped_label
 
 
-def write_template_page(out, rows, failed, history, args):
-    """Write template.html and subjects.tsv. Returns: the page's path."""
+def write_template_page(out, rows, failed, history, args, doubts=()):
+    """Write template.html and subjects.tsv. doubts: sentences about the whole group. Returns: the page's path."""
     image, affine = read_volume(out / TEMPLATE, dims_of(out / TEMPLATE))
     label = read_label(out / LABEL, image.ndim)[0] if any("dice" in row for row in rows) else None
     outline = [] if label is None else [(label, np.unique(label[label != 0]))]
@@ -476,8 +483,9 @@ def write_template_page(out, rows, failed, history, args):
     if "dice_pairs" in last:
         cards.append(("Dice", f"{last['dice_pairs']:.3f}", "mean over all pairs of subjects, on the template"))
     numbers = [entry["round"] for entry in history]
+    history = [{**entry, "moved": entry["moved"] * entry["spacing_mm"]} for entry in history]  # voxels change in size
     charts = [line_chart(title, [(title, numbers, [entry[key] for entry in history])], across="round")
-              for key, title in (("moved", "template moved, mean, voxels"),
+              for key, title in (("moved", "template moved, mean, mm"),
                                  ("sharpness", "mean gradient of the plain mean, per mm"),
                                  ("similarity", "similarity, mean of subjects"))]
     sections = [("The template", gallery_html([(thumbnail(image, affine, outline), TEMPLATE, "")])),
@@ -488,4 +496,4 @@ def write_template_page(out, rows, failed, history, args):
                 ("Subjects on the template", gallery_html(pictures))]
     mirrored = " and their mirror images" if args.symmetric else ""
     lead = f"Of {len(rows)} subjects{mirrored}, in {args.rounds} rounds, on {' x '.join(map(str, image.shape))} voxels."
-    return common.write_study_page(out / "template.html", "Template", lead, cards, rows, failed, sections)
+    return common.write_study_page(out / "template.html", "Template", lead, cards, rows, failed, sections, doubts)

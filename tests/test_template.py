@@ -13,6 +13,7 @@ from Dataloader.nifti import read_field, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.fields import exponential
 from Inference.labels import apply_field
+from Report.charts import number as number_text
 from Runtime.errors import InputError
 from Study.common import volumes_of
 from Study.template import (
@@ -303,6 +304,18 @@ def files_in(folder):
 def test_what_makes_no_group_is_refused(small, capsys):
     words = ["template", "--images", str(small / "group/s_0.nii.gz"), "--out", str(small / "none")]
     assert OM_study.main(words) == 43 and "a template needs 2 subjects" in capsys.readouterr().err
+
+
+def test_two_modalities_in_one_template_are_told_and_its_moves_are_in_millimetres(small, tmp_path, capsys):
+    for number, name in enumerate(("sub-01_T1w", "sub-01_T2w")):
+        shutil.copy(small / f"group/s_{number}.nii.gz", tmp_path / f"{name}.nii.gz")
+    assert make(small, "--images", tmp_path, "--out", tmp_path / "out") == 0
+    said = f"{tmp_path}: the volumes have 2 modalities (T1w, T2w), and the template is the mean of all of them"
+    page, history = (tmp_path / "out/template.html").read_text(), json.loads(
+        (tmp_path / "out/convergence.json").read_text())
+    assert capsys.readouterr().err.count(said) == 1 and said in page
+    assert [entry["spacing_mm"] for entry in history] == [4, 2] and history[-1]["moved"] > 0
+    assert f"template moved, mean, mm</b> <span>{number_text(2 * history[-1]['moved'])}</span>" in page
 
 
 @pytest.mark.slow
