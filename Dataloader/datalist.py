@@ -51,19 +51,19 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
     """All volumes of a data set, as `read_datalist` describes them. Only headers are read, and only where images of a
     folder would share a label.
 
-    pattern: as in `name_subjects`. channels: as there; None: however many a list names. as_listed: in the order of the
-    list, not by id. quiet: print no warning about files that are not used.
+    pattern: as in `name_subjects`. channels: as there; None: as many as a list names, or files of a case share a label.
+    as_listed: in the order of the list, not by id. quiet: print no warning about files that are not used.
     """
     root = Path(root)
     if not root.exists() and not glob.has_magic(str(root)):
         raise InputError(f"{root}: no such data folder or list; check the path.")
-    items, unused, passed = _read_items(root, channels or 1)
+    items, unused, passed = _read_items(root, channels)
     if not items:
         where = _image_folder(root) if root.is_dir() and not list_file(root) else root
         pictures = [name for name in sorted(os.listdir(where)) if ends_in(name, PICTURES)] if where.is_dir() else []
         raise InputError(f"{where}: found no .nii, .nii.gz or other volume; "
                          f"{made_grey(where / pictures[0]) if pictures else 'check the folder'}.")
-    items = items if channels is None else _with_channels(root, items, channels)
+    items = _with_channels(root, items, channels)
     by_id = {}
     for item in items:
         before = by_id.setdefault(as_stored(item["id"]), item)
@@ -464,8 +464,8 @@ def _from_paths(root, paths, channels):
 
 
 def _of_same_name(folder, image, listed, channels):
-    """The file in a folder with the name of an image, or None. With several channels, X also matches X_0001."""
-    identities = (volume_id(image), case_and_channel(image)[0]) if channels > 1 else (volume_id(image),)
+    """The file in a folder with the name of an image, or None. Unless channels is 1, X also matches X_0001."""
+    identities = (volume_id(image), case_and_channel(image)[0]) if channels != 1 else (volume_id(image),)
     names = itertools.chain([image.name], (identity + suffix for identity in identities for suffix in SUFFIXES))
     paths = (folder / name for name in names)
     return next((path for path in paths if _is_file(path, listed)), None) if listed(folder).is_there else None
@@ -757,7 +757,14 @@ NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and
 
 
 def _with_channels(root, items, channels):
-    """The items with the files of each volume's channels together. Raises InputError for another number of files."""
+    """The items with the files of each volume's channels together. channels: as in `list_volumes`. Raises InputError
+    for another number of files."""
+    if channels is None:
+        labels = {}  # {case: those of its files}
+        for item in items:
+            labels.setdefault(case_and_channel(item["image"])[0], set()).add(item["label"])
+        shared = are_numbered_channels(items) and all(len(own) == 1 and None not in own for own in labels.values())
+        return group_channels(items) if shared else items
     if channels > 1 and not any("channels" in item for item in items):
         if are_numbered_channels(items):
             items = group_channels(items, base=_base_of(root))
@@ -777,10 +784,11 @@ def are_numbered(items):
 
 
 def are_numbered_channels(items):
-    """Whether the names of all images end in 0000, 0001 and so on, as channels do in nnU-Net. Other numbers, such as
-    0001 to 0100, are those of volumes, each with all of its channels."""
-    numbers = {case_and_channel(item["image"])[1] for item in items}
-    return are_numbered(items) and {0} < numbers <= {*range(MOST_CHANNELS)}
+    """Whether the names of all images end in 0000, 0001 and so on, as channels do in nnU-Net, and some case has several
+    of them. Other numbers, such as 0001 to 0100, are those of volumes, each with all of its channels."""
+    found = [case_and_channel(item["image"]) for item in items]
+    return (are_numbered(items) and {0} < {number for _, number in found} <= {*range(MOST_CHANNELS)}
+            and len({case for case, _ in found}) < len(found))
 
 
 def case_and_channel(path):

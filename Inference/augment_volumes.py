@@ -142,8 +142,8 @@ def read_items(args, cfg):
         items = list_volumes(args.data, channels=cfg["data.channels"])
         items = select(args.data, trainable(args.data, items), args.ids)  # each is opened when its turn comes
         if not args.nnunet and cfg["data.channels"] == 1 and are_numbered_channels(items):
-            print(f"warning: {args.data}: its names end in 0000, 0001 and so on, as those of channels do, but each "
-                  "file is deformed by itself; to deform the channels of a case together, give "
+            print(f"warning: {args.data}: the names of its files end in 0000, 0001 and so on, as those of channels "
+                  "do, but each one is deformed by itself; to deform the channels of a case together, give "
                   f"{'--set data.channels=N' if args.model == 'none' else '--nnunet'}.", file=sys.stderr)
     else:
         if args.model != "none" and cfg["data.channels"] > 1:

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from Dataloader.datalist import list_volumes
+from Dataloader.datalist import MOST_CHANNELS, list_volumes
 from Dataloader.grids import air_for_filler, foreground_box, intensity_range, to_canonical
-from Dataloader.nifti import is_segmentation, read_header, read_volume
-from Dataloader.volume import dims_of
+from Dataloader.nifti import is_segmentation, open_nifti, read_channels, read_header
+from Dataloader.volume import dims_of, without_ones
 from Inference.outputs import make_folder
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.config import load_config
@@ -43,12 +43,17 @@ def plan(args):
     items = list_volumes(args.data, args.subject_pattern, channels=None)
     seen, bad = look(items)
     if not seen:
-        raise InputError(f"{args.data}: none of its {len(items)} volumes can be read ({bad[0][1]}).")
+        raise InputError(f"{args.data}: none of its {len(items)} volumes can be read: {bad[0][1]}")
     if not any("box_mm" in row for row in seen):
-        raise InputError(f"{args.data}: none of the volumes that were opened can be used ({bad[0][1]}).")
+        raise InputError(f"{args.data}: none of the volumes that were opened can be used: {bad[0][1]}")
+    by_channels = {row["channels"]: row["id"] for row in seen}
+    if len(by_channels) > 1:
+        (one, first), (other, second), *_ = sorted(by_channels.items())
+        raise InputError(f"{args.data}: {first} has {one} channel{'s' * (one > 1)} and {second} has {other}; give all "
+                         "volumes the same ones.")
+    [args.channels] = by_channels
     device, out = pick_device(args.device), Path(args.out)
     make_folder(out)
-    args.channels = 1 + max(len(item.get("channels", [])) for item in items)
     chosen = choose(seen, args, device, out)
     labelled = sum(item["label"] is not None for item in items)
     advice = advise(args.purpose, len(items), labelled, args.data, args.channels)
@@ -68,14 +73,15 @@ def look(items):
     opened = {items[int(place)]["id"] for place in np.linspace(0, len(items) - 1, min(OPENED, len(items)))}
     for item in items:
         try:
-            dims = dims_of(item["image"])
-            shape, affine = read_header(item["image"], dims)
-            row = {"id": item["id"], "dims": dims, "shape": shape}
+            dims, channels = axes_of(item)
+            shape, affine = read_header(item["image"], dims, channels)
+            row = {"id": item["id"], "dims": dims, "shape": shape, "channels": channels}
             canonical, turned = to_canonical(np.empty(shape, np.uint8), affine)
             row["voxel_mm"] = np.linalg.norm(turned[:3, :dims], axis=0)
             row["size_mm"] = np.array(canonical.shape) * row["voxel_mm"]
             if item["id"] in opened:
-                image, turned = to_canonical(*read_volume(item["image"], dims))
+                images, affine = read_channels(item["image"], dims, 1 if "channels" in item else channels)
+                image, turned = to_canonical(images[0], affine)
                 if is_segmentation(image):
                     raise InputError(f"{item['image']}: looks like a segmentation; give its image.")
                 image = air_for_filler(image)
@@ -88,6 +94,14 @@ def look(items):
     if len({row["dims"] for row in seen}) > 1:
         raise InputError(f"{items[0]['image'].parent}: 2D and 3D volumes are mixed; plan for one kind at a time.")
     return seen, bad
+
+
+def axes_of(item):
+    """The number of axes of a volume, and of its channels: of one file, those along its fourth axis."""
+    shape = without_ones(open_nifti(item["image"]).shape)
+    if "channels" not in item and len(shape) == 4 and shape[3] <= MOST_CHANNELS:
+        return 3, shape[3]
+    return dims_of(item["image"]), 1 + len(item.get("channels", []))
 
 
 def choose(seen, args, device, out):
@@ -207,4 +221,5 @@ def write_plan_page(out, args, items, seen, bad, chosen, advice, steps):
                                      [None, *[".3g"] * (2 * len(axes))])),
                 ("Intensities", table_html(["volume", "percentile 0.5", "percentile 99.5"], ranges,
                                            "These are the volumes that were opened."))]
-    return write_page(out / "plan.html", "Plan", f"{args.data}, to {args.purpose}.", sections)
+    several = f" Each volume has {args.channels} channels." if args.channels > 1 else ""
+    return write_page(out / "plan.html", "Plan", f"{args.data}, to {args.purpose}.{several}", sections)

@@ -346,15 +346,16 @@ def test_a_channel_on_another_grid_is_named_and_the_other_volumes_are_done(tmp_p
     assert sorted(path.name for path in (tmp_path / "out/channelsTr").iterdir()) == ["s_001_draw00_0001.nii.gz"]
 
 
-@pytest.mark.parametrize("channels, warns", [(1, True), (2, False)])
-def test_files_numbered_as_channels_that_are_deformed_apart_are_a_warning(channels, warns, data, capsys):
+@pytest.mark.parametrize("channels, cases, warns", [(1, "xx", True), (2, "xx", False), (1, "xy", False)])
+def test_files_numbered_as_channels_that_are_deformed_apart_are_a_warning(channels, cases, warns, data, capsys):
+    """Unless each is a case of its own."""
     (data / "both").mkdir()
-    for number in range(2):
-        shutil.copy(data / "data/imagesTr/s_001.nii.gz", data / f"both/x_000{number}.nii.gz")
+    for number, case in enumerate(cases):
+        shutil.copy(data / "data/imagesTr/s_001.nii.gz", data / f"both/{case}_000{number}.nii.gz")
     assert run("--data", data / "both", *WORDS, "--set", f"data.channels={channels}", "--draws", 1, "--out",
                data / "out") == 0
     printed = capsys.readouterr()
-    assert ("deformed by itself; to deform the channels of a case together, give --set data.channels=N"
+    assert ("do, but each one is deformed by itself; to deform the channels of a case together, give --set data.channels=N"
             in printed.err) == warns and json.loads(printed.out.splitlines()[-1])["draws"] == 3 - channels
 
 

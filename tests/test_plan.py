@@ -2,12 +2,13 @@
 import argparse
 import json
 
+import nibabel
 import numpy as np
 import pytest
 import torch
 
 import OM_study
-from Dataloader.datalist import list_volumes
+from Dataloader.datalist import list_volumes, read_datalist
 from Dataloader.nifti import write_volume
 from Dataloader.sampler import steps_left
 from Dataloader.synthetic import make_subject, write_dataset
@@ -36,20 +37,28 @@ def test_the_grid_covers_the_extent_and_chooses_the_network():
 
 
 @pytest.mark.slow
-def test_a_list_of_several_channels_is_planned_with_them(tmp_path, capsys):
-    lines = ["image,image_2"]
+@pytest.mark.parametrize("layout", ["list.csv", "nnunet", "together"])
+def test_several_channels_are_planned_together(tmp_path, layout, capsys):
+    """As a list names them, as nnU-Net does beside one label for each case, and in one file."""
+    lines, size = ["image,image_2"], (24, 24, 24) if layout == "together" else (24, 24)
     for name in ("a", "b", "c", "d"):
-        image = make_subject(ord(name), (24, 24), dims=2)["image"]
-        for channel in (f"{name}.nii", f"{name}_t2.nii"):
-            write_volume(tmp_path / channel, image, np.eye(4))
-        lines.append(f"{name}.nii,{name}_t2.nii")
+        image = make_subject(ord(name), size, dims=len(size))["image"]
+        if layout == "together":
+            nibabel.save(nibabel.Nifti1Image(np.stack([image, 1 - image], -1), np.eye(4)), tmp_path / f"{name}.nii")
+        for number in () if layout == "together" else range(2):
+            write_volume(tmp_path / f"nnunet/imagesTr/{name}_000{number}.nii.gz", image, np.eye(4))
+        lines.append(f"nnunet/imagesTr/{name}_0000.nii.gz,nnunet/imagesTr/{name}_0001.nii.gz")
+        write_volume(tmp_path / f"nnunet/labelsTr/{name}.nii.gz", np.ones(size, np.uint8), np.eye(4))
+    data = tmp_path / layout if layout != "together" else tmp_path / "[abcd].nii"
     (tmp_path / "list.csv").write_text("\n".join(lines))
-    assert run("--data", tmp_path / "list.csv", "--for", "augment", "--out", tmp_path / "plan") == 0
-    assert load_config(tmp_path / "plan/config.yaml")["data.channels"] == 2
-    assert f"--data {tmp_path / 'list.csv'} --set data.channels=2 --out" in capsys.readouterr().out
-    [first, *_] = volumes_of([str(tmp_path / "list.csv")])
-    assert first["image"].name == "a.nii"
-    assert "only the first channel of each volume is used, such as a.nii" in capsys.readouterr().err
+    assert run("--data", data, "--for", "augment", "--out", tmp_path / "plan") == 0
+    cfg = load_config(tmp_path / "plan/config.yaml")
+    assert cfg["data.channels"] == 2 and len(read_datalist(cfg["data.root"], len(size), channels=2)) == 4
+    assert f"--data {data} --set data.channels=2 --out" in capsys.readouterr().out
+    assert "Each volume has 2 channels." in (tmp_path / "plan/plan.html").read_text()
+    if layout != "together":
+        assert [item["image"].name for item in volumes_of([str(data)])] == [f"{name}_0000.nii.gz" for name in "abcd"]
+        assert "only the first channel of each volume is used, such as a_0000.nii.gz" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -128,3 +137,8 @@ def test_what_cannot_be_planned_is_refused(tmp_path, capsys):
     write_volume(tmp_path / "data/b.nii.gz", make_subject(0, (16, 16), dims=2)["image"], np.eye(4))
     assert run("--data", tmp_path / "data", "--out", tmp_path / "plan") == 43
     assert "2D and 3D volumes are mixed" in capsys.readouterr().err
+    (tmp_path / "list.csv").write_text("image,image_2\ndata/a.nii.gz,\ndata/c.nii.gz,data/a.nii.gz\n")
+    write_volume(tmp_path / "data/c.nii.gz", make_subject(1, (16, 16, 16))["image"], np.eye(4))
+    assert run("--data", tmp_path / "list.csv", "--out", tmp_path / "plan") == 43
+    assert "list.csv: a has 1 channel and c has 2; give all volumes the same ones." in capsys.readouterr().err
+    assert not (tmp_path / "plan").exists()
