@@ -124,6 +124,10 @@ def check_arguments(args):
         if args.list and (not args.pairs or args.fixed):
             raise InputError("--list chooses one of the lists in a --pairs file; leave it out.")
         several = is_list(args)
+        for path in [args.fixed, *args.moving] if args.fixed and not several else []:
+            if path.lower().endswith((".csv", ".json")):
+                raise InputError(f"{path}: a list, not a volume; give a list of volumes by --pairs with --fixed, and a "
+                                 "list of pairs by --pairs alone.")
         require_apart([args.out], inputs=[*args.moving, args.pairs])
         if several and (args.moving_mask or args.fixed_channels or args.moving_channels or args.moving_points):
             raise InputError("--moving-mask, --moving-points and channels are for one pair; for several list them in a "

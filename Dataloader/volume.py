@@ -214,13 +214,15 @@ def read_mask(source, volume):
 
 
 def further_sources(given, source):
-    """The further channels of a volume in a list, for `read_further`; an image or array alone is one of them.
+    """The further channels of a volume in a list, for `read_further`; one source alone is one of them.
 
-    given: a list or a stack (C, *spatial) of sources, one source other than (array, affine), or None. source: of the
-    volume itself. Trailing axes of length 1 do not count.
+    given: a list or a stack (C, *spatial) of sources, one source, or None. source: of the volume itself. Trailing axes
+    of length 1 do not count.
     """
     if given is None:
         return []
+    if isinstance(given, tuple) and [getattr(each, "shape", None) == (4, 4) for each in given] == [False, True]:
+        return [given]  # (array, affine)
     if is_path(given) or isinstance(given, Volume) or hasattr(given, "dataobj") or hasattr(given, "GetSize"):
         return [given]
     if not hasattr(given, "ndim"):

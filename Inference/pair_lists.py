@@ -151,7 +151,7 @@ def read_pairs_to_score(path):
         raise InputError(f"{path}: results of {content['settings'].get('program', 'another program')}, not of "
                          "OM_register.py; list the files to score in a JSON list.")
     for entry in content["failed"]:
-        print(f"warning: {path}: {entry['name']} was not registered and is not scored ({entry['reason']})",
+        print(f"warning: {path}: {entry['name']} was not registered and is not scored: {entry['reason']}",
               file=sys.stderr)
     for sentence in said_if_unfinished(path, content):
         print(f"warning: {sentence}", file=sys.stderr)

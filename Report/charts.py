@@ -95,7 +95,9 @@ def frame(curves, ends, limits, log):
         value = scaled(limit, log)
         if low - (high - low) <= value <= high + (high - low):
             low, high = min(low, value), max(high, value)
-    pad = 0.05 * (high - low) or (0.5 if log else 0.05 * abs(high)) or 1.0
+    if low == high == 0 and not log:
+        high = 1.0  # such as a percentage that never leaves 0: nothing below it
+    pad = 0.05 * (high - low) or (0.5 if log else 0.05 * abs(high))
     return {"first": min(ends), "last": max(*ends, min(ends) + 1e-9), "low": low - pad, "high": high + pad, "log": log}
 
 

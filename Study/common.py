@@ -72,7 +72,7 @@ def write_study_page(path, title, lead, cards, rows, failed, sections, warnings=
     said += [("doubtful", "warning", sentence) for sentence in warnings]
     said += [("doubtful", "warning", sentence) for row in rows for sentence in row["warnings"]]
     top = cards_html(cards) + findings_html(said)
-    lead += " Pictures of volumes show the patient's right on the left, and the front on the left in sagittal slices."
+    lead += " Pictures of 3D volumes show the patient's right on the left, and the front on the left in sagittal slices."
     return write_page(path, title, lead, [("", top), *sections], sortable=True)
 
 

@@ -38,10 +38,12 @@ def qc(args):
         print(f"warning: {sentence}", file=sys.stderr)
     names = ["qc.html", "qc.tsv", *(f"thumbnails/{picture_of(row['name'])}" for row in rows)]
     with locked(args.out, "qc", names) as out:
-        settings = {"program": "qc"}
+        # One colour for a structure in all pictures, whichever structures a subject has.
+        values = sorted({int(label) for row in rows if "image" in row for label in row["labels"]})
+        settings = {"program": "qc", "labels": values}
         tasks = [(entry_of(row), out / "thumbnails") for row in rows]
         now = {row["name"]: row for row in rows}
-        draw = functools.partial(draw_row, str(out), now)
+        draw = functools.partial(draw_row, str(out), now, values)
         drawn, undrawn = do_all(out, tasks, draw, settings, args.workers, "drawing", "subject", args.again)
         # Pictures are kept from an earlier run, numbers are not: outliers depend on all subjects of now.
         drawn = [{"labels": {}, **numbers_of(now[row["name"]]), **{key: row[key] for key in DRAWN}} for row in drawn]
@@ -103,17 +105,17 @@ def entry_of(row):
     return {"name": row["name"], **files}
 
 
-def draw_row(out, rows, entry, folder, earlier):
+def draw_row(out, rows, values, entry, folder, earlier):
     """Draw one subject, and return the row of its results with the picture.
 
     A pair: the warped volume with the outlines of the fixed labels, or of the bright part of the fixed volume, and of
-    the warped labels. A segmentation: the image with its labels and its doubt.
+    the warped labels. A segmentation: the image with its labels and its doubt. values: of all labels, sorted.
     """
     row = rows[entry["name"]]
     if "label.nii.gz" in entry:
         dims = dims_of(entry["image"])
         image, affine = read_volume(entry["image"], dims)
-        outlines = [(read_label(entry["label.nii.gz"], dims)[0], sorted(map(int, row["labels"])))]
+        outlines = [(read_label(entry["label.nii.gz"], dims)[0], values)]
         heat = read_numbers(entry["doubt.nii.gz"], dims)[0]
     elif "warped.nii.gz" in entry and "fixed" in entry:
         dims, heat = dims_of(entry["fixed"]), None
@@ -144,7 +146,9 @@ def numbers_of(row):
 
 def write_qc_page(out, rows, failed, unfinished, args):
     """Write qc.html and qc.tsv, the worst first. Returns: the page's path."""
-    rows = sorted(rows, key=lambda row: (-VERDICTS.index(row["verdict"]), -row["outlier_z"]))
+    # In a short list nothing is an outlier.
+    rows = sorted(rows, key=lambda row: (-VERDICTS.index(row["verdict"]), -row["outlier_z"],
+                                         row.get("similarity", 0) - (row.get("doubt") or 0)))
     columns = [key for key in dict.fromkeys([*COLUMNS, *BAD_SIDE]) if any(row.get(key) is not None for row in rows)]
     write_table(out / "qc.tsv", ["name", "verdict", "reason", "outlier", "outlier_z", *columns], rows)
     shown = [key for key in columns if key in BAD_SIDE]

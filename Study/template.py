@@ -157,7 +157,7 @@ def build(items, options, settings, out, args):
         rows = without_strangers(rows, left_out) if number == 1 else rows
         if len(rows) < FEWEST:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-            raise InputError(f"{args.images[0]}: fewer than {FEWEST} subjects are left ({reasons}).")
+            raise InputError(f"{args.images[0]}: fewer than {FEWEST} subjects are left: {reasons}")
         middle = centre(rows, affine, number == args.rounds, args.symmetric)
         rows = [moved(row, middle) for row in rows]
         last_round = {row["name"]: row for row in rows}
@@ -191,7 +191,7 @@ def middle_subject(items, left_out):
         voxel_mm3 = voxel_volume(affine, image.ndim)
         sizes.append((float((image > (low + high) / 2).sum() * voxel_mm3), item["id"], item["image"]))
     if not sizes:
-        raise InputError(f"{items[0]['image']}: no volume of the group can be read ({left_out[items[0]['id']]}).")
+        raise InputError(f"{items[0]['image']}: no volume of the group can be read: {left_out[items[0]['id']]}")
     return sorted(sizes)[len(sizes) // 2][2]
 
 

@@ -9,7 +9,7 @@ from scipy import ndimage
 
 from Diffusion.figures import screen_spacing, slices_across, turn
 
-SIDE = 120  # pixels, of a slice
+SIDE = 120  # pixels, of the longest side of a volume
 GREYS, STEPS, SHADES = 96, 5, 14  # of the palette: greys, steps of red and of blue, and greys under each step
 COLOURS = ((255, 158, 27), (25, 181, 224), (0, 184, 58), (232, 84, 140), (150, 110, 240), (230, 210, 40))  # outlines
 RED, BLUE = np.array([255, 40, 40]), np.array([40, 90, 255])
@@ -40,10 +40,11 @@ def thumbnail(image, affine, outlines=(), heat=None):
     if outlines and (turned[1] != 0).any():
         focus = [int(round(each)) for each in ndimage.center_of_mass(turned[1] != 0)]
     limits = np.percentile(turned[0], (1, 99.5))
+    scale = SIDE / max(turned[0].shape * spacing)  # of all slices, so that their anatomy is equally large
     colours, tiles = [colour for _, colour in outlines], []
     for axis in slices_across(turned[0].shape):
         planes = [np.take(each, focus[axis], axis) for each in turned]
-        tiles.append(tile(planes, np.delete(spacing, axis), limits, colours, heat is not None))
+        tiles.append(tile(planes, np.delete(spacing, axis), scale, limits, colours, heat is not None))
     height = max(len(each) for each in tiles)
     picture = np.concatenate([np.pad(each, ((height - len(each), 0), (0, 2))) for each in tiles], 1)
     file, image = io.BytesIO(), Image.fromarray(picture)
@@ -52,14 +53,13 @@ def thumbnail(image, affine, outlines=(), heat=None):
     return file.getvalue()
 
 
-def tile(planes, sides, limits, colours, has_heat):
-    """One slice as palette indices, at most SIDE along its longer side, with square pixels.
+def tile(planes, sides, scale, limits, colours, has_heat):
+    """One slice as palette indices, with square pixels.
 
     planes: the image, its label maps and, if `has_heat`, the heat, 2D each; the first axis runs right, the second
-    down. sides: of a voxel, in mm. colours: of each label map, see `thumbnail`.
+    down. sides: of a voxel, in mm. scale: pixels per mm. colours: of each label map, see `thumbnail`.
     """
-    extent = np.array(planes[0].shape) * sides
-    size = np.maximum(1, np.rint(SIDE * extent / extent.max()).astype(int))
+    size = np.maximum(1, np.rint(scale * sides * planes[0].shape).astype(int))
     at = [np.clip(((np.arange(n) + 0.5) * full / n).astype(int), 0, full - 1) for n, full in zip(size, planes[0].shape)]
     grey, *rest = (plane[np.ix_(*at)].T for plane in planes)
     low, high = limits

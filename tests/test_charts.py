@@ -80,7 +80,9 @@ def test_a_curve_without_values_says_so():
     assert "<svg" not in nothing and "no values yet" in nothing
     assert "no values yet" in stacked_chart("time", [0, 1], [])
     assert "<circle" in line_chart("one", [("one", [3], [4.0])])
-    Balance(line_chart("constant", [("constant", [0, 1, 2], [0.0, 0.0, 0.0])]))
+    folding = line_chart("constant", [("constant", [0, 1, 2], [0.0, 0.0, 0.0])])
+    Balance(folding)
+    assert ">1</text>" in folding and ">-" not in folding, "nothing folds in less than 0 %"
 
 
 def test_columns_fill_the_shares_of_their_kinds():

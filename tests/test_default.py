@@ -295,6 +295,8 @@ def test_a_stack_of_channels_is_told_from_one(shape, given, count):
     volume = np.zeros(shape, np.float32)
     sources = volume, (volume, np.eye(4)), nibabel.Nifti1Image(volume, np.eye(4)), Volume(volume, np.eye(4), "x")
     assert [len(further_sources(np.zeros(given), source)) for source in sources] == [count] * 4
+    alone = (volume, np.eye(4))
+    assert further_sources(alone, volume) == [alone]
 
 
 @pytest.mark.slow

@@ -365,6 +365,8 @@ def test_volumes_with_one_name_are_told_apart_by_their_folders(data, tmp_path):
 @pytest.mark.parametrize("words, said", [
     (["--pairs", "data"], "data: a folder does not define pairs; add --fixed F"),
     (["--pairs", "none.csv"], "none.csv: no such list of pairs"),
+    (["--fixed", "data/sub-00_T1w.nii.gz", "--moving", "Data/list.CSV"], "Data/list.CSV: a list, not a volume; give a "
+     "list of volumes by --pairs with --fixed, and a list of pairs by --pairs alone."),
     (["--pairs", "data", "--fixed", "data/sub-00_T1w.nii.gz", "--moving", "data"], "give either --pairs, or --fixed"),
     (["--fixed", "data/sub-00_dseg.nii.gz", "--moving", "data/sub-01_T1w.nii.gz"],
      "sub-00_dseg.nii.gz: its name marks it as a segmentation; give its image as the fixed volume"),

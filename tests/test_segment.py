@@ -1,6 +1,9 @@
 """Labels joined from several atlases: the weights by hand, and the command on files, resumed and with bad ones."""
+import argparse
+import base64
 import io
 import json
+import re
 import shutil
 
 import numpy as np
@@ -14,9 +17,10 @@ from Dataloader.nifti import read_label, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.figures import middle_slices, turn
 from Diffusion.metrics import average, dice
+from Inference.results import write_results
 from Runtime.errors import InputError
 from Study.fusion import TRUST, best_shift, by_intensity, count, fuse, is_thick, joint_weights, neighbours
-from Study.segment import carry, join_labels, sizes, voters
+from Study.segment import carry, join_labels, sizes, voters, write_results_page
 from Study.thumbnails import COLOURS, GREYS, palette, thumbnail, tile
 from tests.test_nifti import tilted_affine
 
@@ -421,20 +425,51 @@ def test_a_picture_of_two_axes_is_shown_as_the_report_of_its_registration_shows_
     np.testing.assert_array_equal(np.argsort(shown[::119, :90:89], None), np.argsort(expected[::29, ::39].T, None))
 
 
+def test_the_slices_of_a_volume_have_one_scale():
+    """2 mm from head to feet, 1 mm across: an axial slice of 20 x 30 mm beside slices of 40 mm."""
+    image = np.random.default_rng(0).random((20, 30, 20), np.float32) + 1
+    shown = np.asarray(Image.open(io.BytesIO(thumbnail(image, np.diag([1, 1, 2, 1.0])))).convert("L"))
+    seen = shown.any(0)
+    assert [len(run) for run in "".join("x" if each else " " for each in seen).split()] == [90, 60, 60]
+    assert shown[:, 92:152].any(1).all() and shown[:, 154:].any(1).sum() == 90
+
+
+def test_a_structure_has_one_colour_in_all_pictures_of_segment_and_qc(tmp_path):
+    """One subject has the labels 1 and 2, the other 2 alone."""
+    rows = []
+    for name, values in (("a", (1, 2)), ("b", (2,))):
+        label = np.zeros((20, 20), np.uint8)
+        for value in values:
+            label[9 * value - 7:9 * value, 4:16] = value
+        write_volume(tmp_path / f"{name}.nii.gz", np.random.default_rng(0).random(label.shape, np.float32), AFFINE)
+        write_volume(tmp_path / f"out/{name}/label.nii.gz", label, AFFINE)
+        write_volume(tmp_path / f"out/{name}/doubt.nii.gz", np.zeros(label.shape, np.float32), AFFINE)
+        rows.append({"name": name, "folder": str(tmp_path / "out" / name), "image": str(tmp_path / f"{name}.nii.gz"),
+                     "labels": {str(value): {"doubt": 0.0} for value in values}, "verdict": "ok", "reason": "",
+                     "voted": ["c"], "doubt": 0.1, "doubtful_percent": 1.0, "warnings": []})
+    write_results(tmp_path / "out", rows, [], {"program": "segment"}, complete=True)
+    pages = [write_results_page(tmp_path / "out", rows, [], argparse.Namespace(atlases="x", join="joint"), 1)]
+    assert OM_study.main(["qc", "--results", str(tmp_path / "out"), "--out", str(tmp_path / "qc")]) == 0
+    for page in (*pages, tmp_path / "qc/qc.html"):
+        for text, values in zip(re.findall("base64,([^\"]+)", page.read_text()), ((1, 2), (2,)), strict=True):
+            picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(text))))
+            assert set(np.unique(picture[(picture >= GREYS)])) == {GREYS + value - 1 for value in values}, page
+
+
 def test_a_thumbnail_is_a_png_with_outlines_and_doubt():
     image, label = np.linspace(0, 1, 400, dtype=np.float32).reshape(20, 20), np.zeros((20, 20), np.uint8)
     label[5:15, 5:15] = 1
     png = thumbnail(image, np.diag([1, 1, 1, 1.0]), [(label, 1)], np.ones((20, 20), np.float32))
     assert png.startswith(b"\x89PNG") and len(png) < 20_000
-    picture = tile([image, label], np.ones(2), (0, 1), [1], False)
+    picture = tile([image, label], np.ones(2), 6, (0, 1), [1], False)
     assert picture.shape == (120, 120) and (picture == GREYS + 1).sum() == 4 * 59  # a square of 60, one pixel wide
     assert palette().shape == (256, 3) and palette()[GREYS + 1].tolist() == list(COLOURS[1])
-    apart = tile([image, 7 * label], np.ones(2), (0, 1), [[2, 7]], False)  # a slice that only one label reaches
+    apart = tile([image, 7 * label], np.ones(2), 6, (0, 1), [[2, 7]], False)  # a slice that only one label reaches
     assert set(np.unique(apart[apart >= GREYS])) == {GREYS + 1}
     values = np.arange(1, 139)  # left and right in turns, as in whole brains: odd ones too get all colours
-    many = tile([np.zeros((120, 120)), np.tile(np.repeat(values[:120:2], 2), (120, 1))], np.ones(2), (0, 1),
+    many = tile([np.zeros((120, 120)), np.tile(np.repeat(values[:120:2], 2), (120, 1))], np.ones(2), 1, (0, 1),
                 [values], False)
     assert set(np.unique(many)) - {0} == set(range(GREYS, GREYS + len(COLOURS)))
-    grown = tile([image, np.where(image < 0.5, -1.0, 1.0)], np.ones(2), (0, 1), [], True)
+    grown = tile([image, np.where(image < 0.5, -1.0, 1.0)], np.ones(2), 6, (0, 1), [], True)
     (red, _, no_blue), (no_red, _, blue) = palette()[[grown[0, -1], grown[-1, 0]]].astype(int)
     assert red > no_blue + 100 and blue > no_red + 100
