@@ -77,10 +77,10 @@ def list_volumes(root, pattern="", channels=1, as_listed=False, quiet=False):
     return items if as_listed else sorted(items, key=lambda item: item["id"])  # as in a cache
 
 
-def list_single(root, pattern="", as_listed=False):
-    """`list_volumes` for a program that uses only the first image of each volume; a warning if a list names more."""
-    items = list_volumes(root, pattern, channels=None, as_listed=as_listed)
-    if several := next((item for item in items if "channels" in item), None):
+def list_single(root, pattern="", as_listed=False, quiet=False):
+    """`list_volumes` for a program that uses only the first image of each volume, with a warning if there are more."""
+    items = list_volumes(root, pattern, channels=None, as_listed=as_listed, quiet=quiet)
+    if not quiet and (several := next((item for item in items if "channels" in item), None)):
         print(f"warning: {root}: only the first channel of each volume is used, such as {several['image'].name}.",
               file=sys.stderr)
     return items

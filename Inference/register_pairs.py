@@ -169,12 +169,17 @@ def register_all(args):
         if not is_list(args):  # of a list, only that pair is refused
             gone += [*output_files(out), *listed_files(out), *(out.glob("disp_*_*.nii.gz") if args.learn2reg else ())]
         require_apart(gone, inputs=[path for pair in pairs for path in inputs_of(pair, args)])
-        (home / "report.html").unlink(missing_ok=True)
-        if not args.part:
-            drop_copies(out)
-        print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
+        print(f"device: {describe(args.device)}", file=sys.stderr)
+
+        def ready(left):
+            (home / "report.html").unlink(missing_ok=True)
+            if not args.part:
+                drop_copies(out)
+            if left:
+                print(f"memory: {memory_of(left, args)}", file=sys.stderr)
         rows, failed = do_all(home, tasks, register_pair, settings, args.workers, again=args.again,
-                              resumes=is_list(args), begin=functools.partial(begin_worker, args), beside=others)
+                              resumes=is_list(args), begin=functools.partial(begin_worker, args), beside=others,
+                              ready=ready)
         rows = judge_list(rows)
         page, table = write_report(home, rows, failed, how_registered(args), cfg["model.dims"]) if rows else (None, "")
         write_results(home, rows, failed, settings, complete=True)

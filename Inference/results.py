@@ -201,7 +201,7 @@ def damage(files, out):
 
 
 def do_all(out, tasks, function, settings, workers=1, doing="registering", unit="pair", again=False, resumes=True,
-           begin=None, beside=()):
+           begin=None, beside=(), ready=lambda entries: None):
     """Do every entry of a list that no earlier run has done, and write results.json after each: of a list so long that
     this takes a while (OFTEN_S), only now and then.
 
@@ -210,7 +210,7 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     row, a dict with its "files"; `do_one` adds its "source". settings: plain JSON on which the rows depend.
     doing, unit: words of the bar. again: repeat everything. resumes: False for a single entry, which is always done and
     has no bar. begin: called once in each process of several `workers`. beside: further folders of results whose
-    entries count as done.
+    entries count as done. ready: called with the entries that are left, before anything of theirs is dropped.
     Returns: rows, and failed entries as dicts of name and reason, in the order of the list.
     """
     remove_leftovers(out)  # of a run that was killed
@@ -245,9 +245,8 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
 
     todo = [(entry, folder, earlier["pairs"].get(entry["name"])) for entry, folder in tasks
             if entry["name"] not in kept]
-    for _, folder, _ in todo:  # before their rows are dropped: another user's results would stay without them
-        if folder.is_dir() and not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    require_writable(folder for _, folder, _ in todo)
+    ready([entry for entry, *_ in todo])
     write()  # drop the rows of entries to be replaced before their files are removed
     guarded = functools.partial(do_one, function, str(out), resumes)
     if workers > 1 and len(tasks) > 1 and todo:
@@ -272,6 +271,14 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
         keep_lock(out)  # raises if another program has taken over the results
         rows, failed = write()
     return rows, failed
+
+
+def require_writable(folders):
+    """Raise PermissionError for a folder in which this user may not write, before its rows are dropped: another user's
+    results would stay without them."""
+    for folder in folders:
+        if folder.is_dir() and not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 def keep_lock(out):

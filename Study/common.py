@@ -29,12 +29,12 @@ from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import as_stored, csv_text, first_repeated, require_apart, require_file, write_file
 
 
-def volumes_of(sources, ids="", pattern="", known=()):
+def volumes_of(sources, ids="", pattern="", known=(), told=()):
     """The volumes that a command line names, in order: dicts as Dataloader/datalist.py describes them.
 
     sources: files, folders, lists or patterns, see `without_segmentations`. ids: numbers and ranges as in `select`.
     pattern: names the subjects. known: volumes whose files have the same subjects here, since the folder that names the
-    subject may not be seen from another source.
+    subject may not be seen from another source. told: sources whose warnings have been printed.
     Raises InputError if there are none, and if two have the same name.
     """
     listed = functools.cache(Folder)
@@ -47,7 +47,7 @@ def volumes_of(sources, ids="", pattern="", known=()):
                           "modality": "", "split": ""})
             singles.append(items[-1])
         else:
-            items += list_single(source, pattern, as_listed=True)
+            items += list_single(source, pattern, as_listed=True, quiet=source in told)
     if not items:
         raise InputError(f"{sources[0]}: the names of all {len(sources)} files mark them as segmentations; give the "
                          "images.")
@@ -72,7 +72,8 @@ def write_study_page(path, title, lead, cards, rows, failed, sections, warnings=
     said += [("doubtful", "warning", sentence) for sentence in warnings]
     said += [("doubtful", "warning", sentence) for row in rows for sentence in row["warnings"]]
     top = cards_html(cards) + findings_html(said)
-    lead += " Pictures of 3D volumes show the patient's right on the left, and the front on the left in sagittal slices."
+    lead += (" Pictures of 3D volumes show the patient's right on the left, and the front on the left in sagittal "
+             "slices.")
     return write_page(path, title, lead, [("", top), *sections], sortable=True)
 
 

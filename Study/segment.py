@@ -40,7 +40,7 @@ def segment(args):
     if not atlases:
         raise InputError(f"{args.atlases}: none of its volumes has a label map: put label maps into labelsTr beside "
                          "imagesTr, name them like NAME_dseg.nii.gz, or list both in a .csv.")
-    images = common.volumes_of(args.images, args.ids, args.subject_pattern, known)
+    images = common.volumes_of(args.images, args.ids, args.subject_pattern, known, told=[args.atlases])
     if args.bids:
         require_own_names([{"name": item["id"], "image": item["image"]} for item in images])
         require_own_bids(args.out)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from scipy import linalg, ndimage
 
+from Dataloader.datalist import are_numbered_channels, case_and_channel
 from Dataloader.formats import digest
 from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid, voxel_volume
 from Dataloader.nifti import into_plane, read_label, read_volume, write_field, write_volume
@@ -34,6 +35,7 @@ from Inference.results import (
     do_all,
     file_digests,
     read_results,
+    require_writable,
     source_digests,
     with_paths_of,
     write_results,
@@ -67,10 +69,13 @@ def template(args):
         raise InputError(f"{items[0]['image']}: it has {len(items)} volume; a template needs {FEWEST} subjects or "
                          "more.")
     doubts = []
-    if len(modalities := sorted({item["modality"] for item in items} - {""})) > 1:
+    are_channels = are_numbered_channels(items)
+    modalities = sorted({f"{case_and_channel(item['image'])[1]:04d}" if are_channels else item["modality"]
+                         for item in items} - {""})
+    if len(modalities) > 1:
         doubts = [f"{', '.join(map(str, args.images))}: the volumes have {len(modalities)} modalities ("
-                  f"{', '.join(modalities)}), and the template is the mean of all of them; if it is to show one, choose "
-                  "its volumes by a pattern such as \"Data/**/*_T1w.nii.gz\", or by a list."]
+                  f"{', '.join(modalities)}), and the template is the mean of all of them; if it is to show one, "
+                  "choose its volumes by a pattern such as \"Data/**/*_T1w.nii.gz\", or by a list."]
         print(f"warning: {doubts[0]}", file=sys.stderr)
     if args.bids:
         require_own_names([{**entry_of(item), "fixed": TEMPLATE} for item in items])
@@ -136,6 +141,7 @@ def build(items, options, settings, out, args):
     image, affine = rescale(canonical, *intensity_range(canonical)), turned
     if args.symmetric:
         image = upright(image, affine, start.name, options["device"])
+    require_writable([*out.glob("round_*"), *out.glob("round_*/*"), *out.glob("subjects/*")])
     drop_subjects(out, {item["id"] for item in items})
     write_results(out, [], [], settings, complete=False)  # drops another template
     for number in range(args.rounds + 1):

@@ -323,6 +323,31 @@ def test_rows_of_another_user_whose_files_cannot_be_replaced_are_kept():
         assert (out / "results.json").read_bytes() == before
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can work as another user")
+@pytest.mark.parametrize("words, other, closed, shown", [
+    (["OM_register", "--pairs", "list.csv"], ["--labels", "nearest"], "a_to_b", "report.html"),
+    (["OM_study", "template", "--images", "data", "--rounds", "1"], ["--sharpen", "2"], "round_0/a", "template.html")])
+def test_results_over_those_of_another_user_are_refused_before_anything_is_dropped(words, other, closed, shown):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        out, (program, *rest) = Path(folder, "out"), words
+        Path(folder).chmod(0o755)
+        for number, name in enumerate("ab"):
+            image = make_subject(number, (16, 17), dims=2)["image"]
+            write_volume(Path(folder, "data", f"{name}.nii"), image, np.eye(4))
+        Path(folder, "list.csv").write_text("fixed,moving\ndata/b.nii,data/a.nii\n")
+        code = ("import os, sys\nfrom pathlib import Path\nimport {0}\nout, closed, count, *words = sys.argv[1:]\n"
+                "words, other = words[:int(count)], words[int(count):]\nassert {0}.main(words) == 0\nout = Path(out)\n"
+                "for path in (out, *out.rglob('*')):\n    path.chmod(0o777)\n(out / closed).chmod(0o755)\n"
+                "content = lambda: {{path: path.read_bytes() for path in out.rglob('*') if path.suffix}}\n"
+                "before = content()\nos.setuid(65534)\nassert {0}.main(words + other) == 43\n"
+                "assert content() == before and out / '{1}' in before").format(program, shown)
+        rest += ["--device", "cpu", "--out", out]
+        done = subprocess.run([sys.executable, "-c", code, out, closed, str(len(rest)), *rest, *other], cwd=folder,
+                              capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0 and f"{out / closed}: Permission denied" in done.stderr, done.stderr
+
+
 def threads_of_a_pair(entry, folder, _earlier):
     (folder / entry["name"]).write_text("a field")
     return {"name": entry["name"], "folder": str(folder), "labels": {}, "threads": torch.get_num_threads(),

@@ -398,6 +398,18 @@ def test_registered_atlases_that_are_to_be_kept_are_made_again_where_they_are_go
         assert warped_in(place) == {"s_0_to_s_1", "s_0_to_s_2"}
 
 
+def test_one_list_for_atlases_and_images_warns_once(tmp_path, capsys):
+    lines = ["image,image_2,label"]
+    for name in "ab":
+        write_volume(tmp_path / f"{name}.nii", np.random.default_rng(0).random((10, 11), np.float32), AFFINE)
+        write_volume(tmp_path / f"{name}_dseg.nii", np.ones((10, 11), np.uint8), AFFINE)
+        lines.append(f"{name}.nii,{name}.nii,{name}_dseg.nii")
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    both = ["--atlases", str(tmp_path / "list.csv"), "--images", str(tmp_path / "list.csv")]
+    assert OM_study.main(["segment", *both, "--bids", "--out", str(tmp_path / "out")]) == 43  # no BIDS names
+    assert capsys.readouterr().err.count("only the first channel of each volume is used") == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Pictures
 # ---------------------------------------------------------------------------------------------------------------------

@@ -306,11 +306,14 @@ def test_what_makes_no_group_is_refused(small, capsys):
     assert OM_study.main(words) == 43 and "a template needs 2 subjects" in capsys.readouterr().err
 
 
-def test_two_modalities_in_one_template_are_told_and_its_moves_are_in_millimetres(small, tmp_path, capsys):
-    for number, name in enumerate(("sub-01_T1w", "sub-01_T2w")):
+@pytest.mark.parametrize("names, modalities", [(("sub-01_T1w", "sub-01_T2w"), "T1w, T2w"),
+                                               (("p_0000", "p_0001"), "0000, 0001")])
+def test_two_modalities_in_one_template_are_told_and_its_moves_are_in_millimetres(small, tmp_path, capsys, names,
+                                                                                 modalities):
+    for number, name in enumerate(names):
         shutil.copy(small / f"group/s_{number}.nii.gz", tmp_path / f"{name}.nii.gz")
     assert make(small, "--images", tmp_path, "--out", tmp_path / "out") == 0
-    said = f"{tmp_path}: the volumes have 2 modalities (T1w, T2w), and the template is the mean of all of them"
+    said = f"{tmp_path}: the volumes have 2 modalities ({modalities}), and the template is the mean of all of them"
     page, history = (tmp_path / "out/template.html").read_text(), json.loads(
         (tmp_path / "out/convergence.json").read_text())
     assert capsys.readouterr().err.count(said) == 1 and said in page
