@@ -355,8 +355,9 @@ def test_files_numbered_as_channels_that_are_deformed_apart_are_a_warning(channe
     assert run("--data", data / "both", *WORDS, "--set", f"data.channels={channels}", "--draws", 1, "--out",
                data / "out") == 0
     printed = capsys.readouterr()
-    assert ("do, but each one is deformed by itself; to deform the channels of a case together, give --set data.channels=N"
-            in printed.err) == warns and json.loads(printed.out.splitlines()[-1])["draws"] == 3 - channels
+    said = ("do, but each one is deformed by itself; to deform the channels of a case together, give --set "
+            "data.channels=N")
+    assert (said in printed.err) == warns and json.loads(printed.out.splitlines()[-1])["draws"] == 3 - channels
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject, random_field
 from Inference.pair_figures import read_pair
 from Inference.viewer import LEVELS, NO_NODE, PAGE_BYTES, coarser, viewer_html
+from Report.charts import line_chart
 from Report.page import VIEWER_SCRIPT, table_html, write_page
 from tests.browser import CHROMIUM, browser
 from tests.test_nifti import make_affine
@@ -412,3 +413,22 @@ def test_on_paper_no_picture_is_cut_and_no_button_is_printed(report, tmp_path):
         assert not tab.ask(cut)
         assert tab.ask("[...document.querySelectorAll('button, input')].every(each => each.offsetHeight === 0)")
         assert tab.ask("getComputedStyle(document.querySelector('.stage')).printColorAdjust") == "exact"
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_on_paper_no_table_is_cut_and_keys_have_their_colours(tmp_path):
+    """A table of 26 columns, on a page of A4."""
+    table = table_html(["subject", *(f"folding, % {number}" for number in range(25))],
+                       [[f"sub-{row:02d}", *np.linspace(0.123, 12.3, 25)] for row in range(3)])
+    chart = line_chart("loss", [("a", [0, 1], [1, 2]), ("b", [0, 1], [2, 1])])
+    page = write_page(tmp_path / "wide.html", "Wide", "", [("", table + chart)])
+    with browser(tmp_path, width=720) as tab:
+        tab.open(page)
+        cut = "document.documentElement.scrollWidth > 720 || [...document.querySelectorAll('.wide')].some(each => " \
+              "each.scrollWidth > each.clientWidth)"
+        assert tab.ask(cut), "on a screen this narrow it scrolls"
+        tab.call("Emulation.setEmulatedMedia", media="print")
+        assert not tab.ask(cut)
+        assert tab.ask("getComputedStyle(document.querySelector('.wide')).overflowX") == "visible"
+        assert tab.ask("getComputedStyle(document.querySelector('.legend')).printColorAdjust") == "exact"
