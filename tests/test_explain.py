@@ -37,6 +37,7 @@ RECORDED = {
     "Use of ACCESS SSH keys is Required": "srun",
     "pdsh@gilbreth-g004: gilbreth-g005: ssh exited with exit code 2": "srun",
     "python: can't open file '/tmp/x/train.py': [Errno 2] No such file or directory": "shared folder",
+    "ModuleNotFoundError: No module named 'Runtime'": "PYTHONSAFEPATH",
     "AssertionError: zero stage 1 requires an optimizer": "optimizer",
     "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16": "bf16",
     "OSError: [Errno 108] Cannot send after transport endpoint shutdown": "waits",
