@@ -63,7 +63,8 @@ def test_the_mean_dice_of_all_pairs_is_that_of_the_pairs_one_by_one():
     maps[3][:] = 0
     for labels in ([1, 2, 3, 5, 70_000], [9], []):
         one_by_one = [average(dice(one, other, labels)) for number, one in enumerate(maps) for other in maps[:number]]
-        assert dice_of_pairs(maps, labels) == average(one_by_one)
+        # Since Python 3.12, `sum` rounds once: the last bits depend on what is added.
+        assert dice_of_pairs(maps, labels) == pytest.approx(average(one_by_one), rel=1e-12)
     assert dice_of_pairs(maps[:1], [1]) is None
     many = [np.roll(np.arange(8000).reshape(20, 20, 20) // 250 % 20, number, 0) for number in range(200)]
     began = time.process_time()
