@@ -49,11 +49,12 @@ DONE = HERE + """speak '"event": "end"'; exit 0"""
 
 
 @contextlib.contextmanager
-def launched(folder, rank=STAYS, call="", ranks=1, more=(), cwd=ROOT, script=LAUNCHER, stdout=None, **variables):
+def launched(folder, rank=STAYS, call="", ranks=1, more=(), cwd=ROOT, script=LAUNCHER, stdout=None, crash_s=0.2,
+             planned_s=0.2, **variables):
     """The launcher at work in `folder` with stand-ins for the ranks. Its output is in log.txt."""
     does = STAND_IN.format(rank=rank, call=call, python=shlex.quote(sys.executable))
     python = stand_in(folder / "python", does)
-    words = arguments(folder, *more, run__pause_crash_s=0.2, run__pause_planned_s=0.2, run__grace_s=1)
+    words = arguments(folder, *more, run__pause_crash_s=crash_s, run__pause_planned_s=planned_s, run__grace_s=1)
     environment = launcher_environment(ranks, PYTHON=python, FOLDER=str(folder), **variables)
     with open(stdout or folder / "log.txt", "w") as log:
         with launching.running(["bash", script, *words], cwd=cwd, env=environment, stdout=log, stderr=log) as process:
@@ -107,9 +108,14 @@ def test_a_signal_while_a_round_begins_ends_it_before_it_starts(tmp_path):
     assert not spoken(tmp_path, 0) and not (run_of(tmp_path) / "lock.json").exists()
 
 
-def test_a_signal_before_a_rank_listens_ends_the_round_without_a_death(tmp_path):
+@pytest.mark.parametrize("late", ["rank", "supervisor"])
+def test_a_signal_before_a_rank_or_its_supervisor_listens_ends_the_round_without_a_death(tmp_path, late):
     deaf = "touch $FOLDER/there; trap '' USR1 TERM; exec sleep 60"
-    with launched(tmp_path, rank=deaf, ranks=2) as process:
+    (tmp_path / "bin").mkdir()
+    stand_in(tmp_path / "bin/python3", f"""[[ $* == *sys.executable* ]] && {{ echo "$0"; exit; }}
+    [[ $* == *"launcher round"* && {late} == supervisor ]] && touch $FOLDER/there && exec sleep 60
+    exec {shlex.quote(sys.executable)} "$@\"""")
+    with launched(tmp_path, rank=deaf, ranks=2, PATH=f"{tmp_path}/bin:{os.environ['PATH']}") as process:
         until((tmp_path / "there").exists, 60)
         process.terminate()
         assert process.wait(20) == 42
@@ -161,6 +167,21 @@ def freezer():
     folder.rmdir()
 
 
+@pytest.mark.parametrize("codes, linger, grace, ends_with", [
+    ((42, 7, 9), 60, 0, 7), ((7, 42, 0), 0, 60, 7), ((0, 42), 60, 0, 42)])
+def test_a_round_ends_with_the_code_of_the_first_rank_that_failed(tmp_path, monkeypatch, codes, linger, grace,
+                                                                  ends_with):
+    """The ranks end one after the other. Those after the first have the time that its end gives them."""
+    python = stand_in(tmp_path / "python", f"""codes=({" ".join(map(str, codes))})
+    until ((RANK == 0)) || [[ -e {tmp_path}/rank$((RANK - 1)).jsonl ]]; do sleep 0.1; done
+    exit ${{codes[RANK]}}""")
+    for name, value in {"PYTHON": python, "RANKS": len(codes), "LINGER": linger, "GRACE": grace, "START_SECONDS": 60,
+                        "OMNIMORPH_RUN": tmp_path, "OMNIMORPH_ATTEMPT": 0, "OMNIMORPH_TOKEN": "ours"}.items():
+        monkeypatch.setenv(name, str(value))
+    assert launcher.run_ranks([]) == ends_with
+    assert [read_lines(tmp_path / f"rank{rank}.jsonl")[0]["code"] for rank in range(len(codes))] == [*codes]
+
+
 @pytest.mark.slow
 def test_a_rank_that_cannot_be_killed_keeps_nobody_waiting(tmp_path, freezer):
     """Rank 0 is held, rank 1 dies: rank 2 is ended at once, the next round begins while rank 0 is still there."""
@@ -209,7 +230,7 @@ def test_ranks_do_not_outlive_the_shell_of_their_round(tmp_path):
     """The shell between launcher and ranks is killed: two trainings in one folder would be worse than none."""
     rank = """echo $BASHPID > "$FOLDER/rank$OMNIMORPH_ATTEMPT"
     ((OMNIMORPH_ATTEMPT == 0)) || { """ + DONE + "; }\n" + STAYS
-    with launched(tmp_path, rank=rank) as process:
+    with launched(tmp_path, rank=rank, planned_s=600) as process:  # a death takes the other pause
         until(lambda: spoken(tmp_path, 0), 60)
         first = int((tmp_path / "rank0").read_text())
         os.kill(int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
@@ -298,7 +319,7 @@ def test_the_users_command_is_called_where_a_launch_stops_between_two_rounds(tmp
     kept = run_of(tmp_path) / "launches/0000/config.yaml"  # as the training keeps it
     kept.parent.mkdir(parents=True)
     kept.write_text(f"run:\n  notify: echo $OMNIMORPH_SUBJECT, $OMNIMORPH_MESSAGE >> {tmp_path}/told\n")
-    run(tmp_path, 43, rank=f"touch $FOLDER/round; {HERE}leave", more=more, call=call)
+    run(tmp_path, 43, rank=f"touch $FOLDER/round; {HERE}leave", more=more, call=call, crash_s=600)
     assert (tmp_path / "told").read_text() == f"stop, {said}\n" and ended(tmp_path) == ["restart"]
 
 
