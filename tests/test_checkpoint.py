@@ -271,6 +271,12 @@ def test_foreign_file_is_skipped_and_default_warning_goes_to_stderr(run, capsys)
     assert checkpoint.newest(run) == name(1)
     assert f"{run / 'other.pth'} is skipped: not in the manifest" in capsys.readouterr().err
     assert checkpoint.verify(run, "other.pth") == "not in the manifest"
+    torch.save({**make_state(2, 20), "model": Path("evil")}, run / name(2))  # loading this would run code
+    listed, path = manifest(run), run / name(2)
+    entry = {**listed["checkpoints"][name(1)], "epoch": 2, "step": 20, "bytes": path.stat().st_size}
+    listed["checkpoints"][name(2)] = {**entry, "sha256": checkpoint.sha256(path)}
+    checkpoint.write_manifest(run, listed)
+    assert "UnpicklingError" in checkpoint.verify(run, name(2)) and checkpoint.newest(run) == name(1)
 
 
 def test_none_that_verifies_never_starts_over(run):
@@ -489,6 +495,7 @@ def test_weights_that_do_not_fit_are_one_sentence():
     for weights, message in (
             ({"weight": good["weight"]}, r"bias is missing; 1 missing, 0 unexpected, 0 mis-shaped"),
             ({**good, "scale": good["bias"]}, r"scale is unexpected; 0 missing, 1 unexpected, 0 mis-shaped"),
+            ({**good, "bias": good["bias"] * math.inf}, "its weight bias is not all finite real numbers"),
             ({**good, "weight": torch.ones(2, 4)}, r"weight is \(2, 4\) in the file and \(2, 3\) in the network")):
         with pytest.raises(InputError, match=r"f\.pth.*" + message) as raised:
             checkpoint.load_weights(model, {"model": weights}, "f.pth")

@@ -36,7 +36,9 @@ def test_recorded_values_of_the_campaign():
                 "diffusion.grids": [8, 16, 32, 64], "diffusion.v_scale": 4e-5, "diffusion.noise_ratio": 0.08,
                 "loss.regul": 10.0, "contrastive.clip_norm": 1e-3, "registration.clip_norm": 0.1,
                 "data.diff_reg_batch_ratio": 2, "model.rec_num": 2, "data.expect_samples": 14814, "data.pairs": 2583,
-                "loss.dist": 1.0, "loss.ang": 1.0, "optim.average": 0.0, "optim.schedule": "constant"}
+                "loss.dist": 1.0, "loss.ang": 1.0, "model.channels": [16, 32, 64, 128, 256],
+                "model.use_checkpoint": True, "registration.window": 9,
+                "optim.average": 0.0, "optim.schedule": "constant"}
     assert {key: cfg[key] for key in expected} == expected
 
 

@@ -76,15 +76,19 @@ def test_a_writer_that_fails_leaves_the_old_content_and_no_partial_file(tmp_path
 
 @pytest.mark.parametrize("number, passes", [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
 def test_a_file_system_that_cannot_flush_a_folder_takes_files(tmp_path, monkeypatch, number, passes):
+    sizes = []
+
     def flush(descriptor, flush=os.fsync):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(number, os.strerror(number))
+        sizes.append(os.fstat(descriptor).st_size)
         flush(descriptor)
 
     monkeypatch.setattr(os, "fsync", flush)
     with contextlib.nullcontext() if passes else pytest.raises(OSError, match=os.strerror(number)):
         write_file(tmp_path / "file", "new")
     assert (tmp_path / "file").read_text() == "new" and os.listdir(tmp_path) == ["file"]
+    assert sizes == [3], "the file is flushed, once all of it is written"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")

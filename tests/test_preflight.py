@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -465,6 +466,13 @@ def test_settings_leave_out_what_is_a_nodes_own(tmp_path):
                  "CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps_0", "CUDA_MPS_LOG_DIRECTORY": "/tmp/mps_log_0"}
     found = checks.check_settings(context(tmp_path, variables=variables), print)
     assert found["ok"] and sorted(found["settings"]) == ["FI_PROVIDER", "NCCL_DEBUG", "PYTHONPATH"]
+
+    def limited(context, at):  # in a process of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
+        return checks.check_settings(context, at)
+
+    found = preflight.answer(limited, context(tmp_path))
+    assert not found["ok"] and found["said"] == "at most 1000 open files are allowed" and "ulimit -Hn" in found["do"]
 
 
 def test_a_folder_of_several_nodes(tmp_path, monkeypatch):

@@ -142,7 +142,10 @@ def test_planned_restarts_give_the_same_state_and_averages(data, tmp_path, finis
     ends = [line["decision"] for line in attempts.history(tmp_path / "Models/demo_om_net") if line["event"] == "end"]
     assert ends == ["restart" if code else "done" for code in codes]
     assert {line["reason"] for line in log_lines(tmp_path, "leave")} == {words[0]}
-    assert [line["step"] for line in log_lines(tmp_path, "step")] == list(range(STEPS))
+    steps = log_lines(tmp_path, "step")
+    assert [line["step"] for line in steps] == list(range(STEPS))
+    if "steps" in words[0]:
+        assert sum(line["attempt"] == 0 for line in steps) == int(words[1])
 
 
 @pytest.mark.parametrize("left", [9, 1000])
@@ -655,6 +658,10 @@ def test_a_step_counts_its_modes_and_fills_the_queue_in_order(data):
     subjects = torch.cat([batch[2] for batch in volumes])
     assert run.queue["next"] == 4 and torch.equal(run.queue["subjects"][:4], subjects)
     assert run.progress.sums.steps == run.progress.sums.open == 1
+    queue = {name: value.clone() if torch.is_tensor(value) else value for name, value in run.queue.items()}
+    line, _, failed = om.train_step(run, [(batch[0] * math.nan, *batch[1:]) for batch in volumes], pairs)
+    assert failed == ["diffusion", "contrastive"] and not line["open"], "no recovery, so no registration"
+    assert all(torch.equal(torch.as_tensor(run.queue[name]), torch.as_tensor(queue[name])) for name in queue)
 
 
 def test_what_only_mode_1_needs_is_gone_in_mode_2_and_volumes_in_mode_3(data, monkeypatch):
