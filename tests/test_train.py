@@ -54,6 +54,7 @@ from tests.tiny import (
     make_data,
     newest_state,
     options,
+    prepare,
 )
 
 STEPS = 12  # two epochs of six steps
@@ -481,6 +482,14 @@ def test_empty_places_are_the_folder_of_the_command_and_a_stage_without_a_cache_
     assert train(data, tmp_path, "--max-steps-before-restart", "1", run__logs="", data__stage="/dev/shm") == 42
     assert [*tmp_path.glob("demo_om_net/events.*")]
     assert "data.stage /dev/shm is not used, because data.cache is empty" in capsys.readouterr().out
+
+
+def test_the_copy_of_the_cache_stays_for_a_restart_and_goes_with_the_end(data, tmp_path):
+    cache, stage = prepare(data, tmp_path / "cache", **QUICK), tmp_path / "stage"
+    stage.mkdir()
+    for more, code, copies in ((["--max-steps-before-restart", "1"], 42, 1), ([], 0, 0)):
+        assert train(data, tmp_path, *more, run__epochs=1, data__cache=cache, data__stage=stage) == code
+        assert len(list(stage.iterdir())) == copies
 
 
 def test_a_queue_of_another_length_starts_empty(data, tmp_path, capsys):
