@@ -54,6 +54,7 @@ THINNEST = 4  # fewest voxels of a level along the shortest side
 # information gains from squeezing one volume into a bright part of the other, so there every strain is penalised.
 STRAIN = {"local": 0.7, "mutual": 0.0}
 OTHER_SIZE = 1.5  # ratio of sizes above which the moments are trusted instead of the headers
+SLAB = 0.5  # of the fullest plane; if both outermost planes along an axis show more, the field of view cuts there
 APART = 4  # voxels of the coarsest level; two maps further apart count as different answers
 MOST_BINS = 32  # of the joint histogram; small volumes get fewer, because their voxels would not fill it
 NEAR = 75.0  # degrees; a map that turns less from the headers agrees with their orientation
@@ -118,10 +119,11 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     # view, or of the intensities, matched.
     shifts = header[:dims, dims], moving_middle - turn @ fixed_middle, np.zeros(dims)
     starts = [np.column_stack([turn, shift]) for shift in shifts]
+    size_ratio = _size_ratio(shapes, (fixed, moving))
 
     def search(kind, stages):
         levels = _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, frames,
-                         _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0, device, recorded)
+                         _basis(dims, kind), size_ratio if kind == "affine" else 1.0, device, recorded)
         shown = _as_headers_show(levels, starts[0])
         result = _search(shown, starts, shapes, kind, stages, finest)
         if shown is not levels and not _is_near(result[0].numpy(), starts[0], levels[0]["extent_mm"]):
@@ -221,13 +223,28 @@ def _in_plane(full, dims):
     return full[np.ix_(kept, kept)]
 
 
-def _size_ratio(shapes):
+def _size_ratio(shapes, volumes):
     """Size of the moving volume over that of the fixed one, by their moments; 1 if they differ less than OTHER_SIZE.
 
-    Smaller differences are unreliable, because fields of view cut volumes off. shapes: the covariances of both.
+    Smaller differences are unreliable, because fields of view cut volumes off. The same holds for a thin slab of what
+    the other volume shows: it is as wide, but its field of view cuts it at both ends of more axes.
+    shapes: the covariances of both volumes.
     """
     ratio = float(np.exp(np.subtract(*(np.linalg.slogdet(shape)[1] for shape in shapes[::-1])) / (2 * len(shapes[0]))))
-    return ratio if max(ratio, 1 / ratio) > OTHER_SIZE else 1.0
+    if max(ratio, 1 / ratio) <= OTHER_SIZE:
+        return 1.0
+    smaller, larger = (1, 0) if ratio < 1 else (0, 1)
+    widths = [np.linalg.eigvalsh(shape)[-1] ** 0.5 for shape in shapes]
+    is_slab = (widths[larger] <= OTHER_SIZE * widths[smaller]
+               and _cut_axes(volumes[smaller]) > _cut_axes(volumes[larger]))
+    return 1.0 if is_slab else ratio
+
+
+def _cut_axes(volume):
+    """Along how many axes the field of view cuts both ends of what a volume shows."""
+    shown = np.where(volume > FOREGROUND, volume, 0)
+    planes = [shown.sum(tuple(k for k in range(volume.ndim) if k != axis)) for axis in range(volume.ndim)]
+    return sum(min(each[0], each[-1]) > SLAB * each.max() for each in planes)
 
 
 def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, frames, basis, size_ratio, device,

@@ -261,6 +261,19 @@ def test_a_volume_that_its_field_of_view_cuts_off_is_aligned(cut):
     assert error(found, true, fixed, np.eye(4)) < 1.0
 
 
+def test_a_thin_slab_is_no_small_volume():
+    """Its moments show its thickness, so it must not be stretched over the whole of the other volume."""
+    numbers, fixed, cut = np.random.default_rng(8), subject(), np.eye(4)
+    true = random_map(numbers, fixed, np.eye(4), "affine", 15, 0.1, 1.1)
+    cut[1, 3] = 17
+    slab = moved(fixed, np.eye(4), true, np.eye(4), fixed.shape, numbers)[:, 17:22]
+    found, _ = align_affine(fixed, np.eye(4), slab, cut)
+    place = (np.argwhere(fixed > 0.1) @ true[:3, :3].T + true[:3, 3])[:, 1]
+    shown = np.where(fixed > 0.1, 0.0, fixed)
+    shown[fixed > 0.1] = (place >= 17) & (place <= 21)  # `error` looks where this is above 0.1
+    assert error(found, true, shown, np.eye(4)) < 1.0
+
+
 def spine(lowest_mm, seed):
     """A slice through vertebrae every 14 mm, each 3 % larger than the one below, and its affine; moved by 1 mm."""
     y, z = 2.0 * np.indices((40, 60)) + np.reshape([-39, lowest_mm], (2, 1, 1)) - (seed > 0)
