@@ -226,8 +226,8 @@ def _in_plane(full, dims):
 def _size_ratio(shapes, volumes):
     """Size of the moving volume over that of the fixed one, by their moments; 1 if they differ less than OTHER_SIZE.
 
-    Smaller differences are unreliable, because fields of view cut volumes off. The same holds for a thin slab of what
-    the other volume shows: it is as wide, but its field of view cuts it at both ends of more axes.
+    Smaller differences are unreliable, because fields of view cut volumes off. The same holds for a part of what the
+    other volume shows, cut at both ends of more axes: a slab that is as wide, or a box, cut along all axes of a whole.
     shapes: the covariances of both volumes.
     """
     ratio = float(np.exp(np.subtract(*(np.linalg.slogdet(shape)[1] for shape in shapes[::-1])) / (2 * len(shapes[0]))))
@@ -235,9 +235,10 @@ def _size_ratio(shapes, volumes):
         return 1.0
     smaller, larger = (1, 0) if ratio < 1 else (0, 1)
     widths = [np.linalg.eigvalsh(shape)[-1] ** 0.5 for shape in shapes]
-    is_slab = (widths[larger] <= OTHER_SIZE * widths[smaller]
-               and _cut_axes(volumes[smaller]) > _cut_axes(volumes[larger]))
-    return 1.0 if is_slab else ratio
+    cut, other_cut = _cut_axes(volumes[smaller]), _cut_axes(volumes[larger])
+    is_slab = cut > other_cut and widths[larger] <= OTHER_SIZE * widths[smaller]
+    is_box = cut == volumes[smaller].ndim and not other_cut
+    return 1.0 if is_slab or is_box else ratio
 
 
 def _cut_axes(volume):

@@ -261,16 +261,17 @@ def test_a_volume_that_its_field_of_view_cuts_off_is_aligned(cut):
     assert error(found, true, fixed, np.eye(4)) < 1.0
 
 
-def test_a_thin_slab_is_no_small_volume():
-    """Its moments show its thickness, so it must not be stretched over the whole of the other volume."""
-    numbers, fixed, cut = np.random.default_rng(8), subject(), np.eye(4)
-    true = random_map(numbers, fixed, np.eye(4), "affine", 15, 0.1, 1.1)
-    cut[1, 3] = 17
-    slab = moved(fixed, np.eye(4), true, np.eye(4), fixed.shape, numbers)[:, 17:22]
-    found, _ = align_affine(fixed, np.eye(4), slab, cut)
-    place = (np.argwhere(fixed > 0.1) @ true[:3, :3].T + true[:3, 3])[:, 1]
-    shown = np.where(fixed > 0.1, 0.0, fixed)
-    shown[fixed > 0.1] = (place >= 17) & (place <= 21)  # `error` looks where this is above 0.1
+@pytest.mark.parametrize("seed, degrees, low, high", [(8, 15, (0, 17, 0), (32, 22, 28)),
+                                                      (4, 20, (11, 13, 9), (21, 27, 19))], ids=["slab", "box"])
+def test_a_part_cut_out_by_its_field_of_view_is_no_small_volume(seed, degrees, low, high):
+    """Its moments show how much was cut, so it must not be stretched over the whole of the other volume."""
+    numbers, fixed, cut = np.random.default_rng(seed), subject(seed=seed), np.eye(4)
+    true = random_map(numbers, fixed, np.eye(4), "affine", degrees, 0.1, 1.1)
+    cut[:3, 3] = low
+    part = moved(fixed, np.eye(4), true, np.eye(4), fixed.shape, numbers)[tuple(map(slice, low, high))]
+    found, _ = align_affine(fixed, np.eye(4), part, cut)
+    places = np.moveaxis(np.indices(fixed.shape), 0, -1) @ true[:3, :3].T + true[:3, 3]
+    shown = np.where(((places >= low) & (places <= np.subtract(high, 1))).all(-1), fixed, 0)
     assert error(found, true, shown, np.eye(4)) < 1.0
 
 
