@@ -261,5 +261,8 @@ def _log_exception(kind, error, trace):
         print(f"error: {taken}", file=sys.stderr, flush=True)
     if issubclass(kind, KeyboardInterrupt):
         print(INTERRUPTED, file=sys.stderr, flush=True)
+    elif issubclass(kind, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # whoever met it
+        print(f"error: {str(error).removeprefix(f'[Errno {error.errno}] ')}: make room, or have the limit raised; the "
+              "same command then resumes.", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)

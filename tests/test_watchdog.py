@@ -1,4 +1,5 @@
 """The watchdog in real processes: what is left of them however they end."""
+import errno
 import json
 import os
 import re
@@ -328,6 +329,11 @@ def test_an_exception_leaves_its_last_words(tmp_path, watch, capsys):
     assert died["error"] == "RuntimeError: no space for\nthe field"
     assert (died["phase"], died["mode"], died["step"]) == ("backward", "registration", 12)
     assert re.search(r":\d+ test_an_\w+$", died["stack"][-2]) and re.search(r":\d+ inner$", died["stack"][-1])
+    full = OSError(errno.ENOSPC, "No space left on device", "Models/run/a.pth")
+    sys.excepthook(OSError, full, None)
+    assert [line["errno"] for line in lines(tmp_path, 0) if line["event"] == "died"] == [None, errno.ENOSPC]
+    said = capsys.readouterr().err
+    assert said.startswith("error: No space left on device: 'Models/run/a.pth': make room") and said.count("\n") == 1
 
 
 def test_a_child_that_dies_meanwhile_does_not_cut_the_last_words_off(tmp_path):
