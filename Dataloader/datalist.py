@@ -760,10 +760,14 @@ def _with_channels(root, items, channels):
     """The items with the files of each volume's channels together. channels: as in `list_volumes`. Raises InputError
     for another number of files."""
     if channels is None:
-        labels = {}  # {case: those of its files}
+        if root.suffix.lower() == ".csv":
+            return items  # its rows are volumes
+        labels = {}  # {case: labels and subjects of its files}
         for item in items:
-            labels.setdefault(case_and_channel(item["image"])[0], set()).add(item["label"])
-        shared = are_numbered_channels(items) and all(len(own) == 1 and None not in own for own in labels.values())
+            case, _ = case_and_channel(item["image"])
+            labels.setdefault(case, []).append((item["label"], item["subject"]))
+        shared = (are_numbered_channels(items) and len({len(own) for own in labels.values()}) == 1
+                  and all(len(set(own)) == 1 and own[0][0] for own in labels.values()))
         return group_channels(items) if shared else items
     if channels > 1 and not any("channels" in item for item in items):
         if are_numbered_channels(items):

@@ -97,7 +97,7 @@ def frame(curves, ends, limits, log):
             low, high = min(low, value), max(high, value)
     if low == high == 0 and not log:
         high = 1.0  # such as a percentage that never leaves 0: nothing below it
-    pad = 0.05 * (high - low) or (0.5 if log else 0.05 * abs(high))
+    pad = 0.05 * (high - low) or (0.5 if log else 0.05 * abs(high)) or 1.0
     return {"first": min(ends), "last": max(*ends, min(ends) + 1e-9), "low": low - pad, "high": high + pad, "log": log}
 
 

@@ -4,6 +4,7 @@ The grid comes from the volumes: their usual voxel size and the box around their
 that have been shown to learn, chosen by the size of that grid. The training program's --dry-run counts memory and
 operations of a step and measures the speed of this machine.
 """
+import collections
 import json
 import math
 import os
@@ -41,17 +42,12 @@ def plan(args):
     """`omnimorph plan`; returns the exit code."""
     require_apart([Path(args.out) / "config.yaml"], is_unedited)
     items = list_volumes(args.data, args.subject_pattern, channels=None)
-    seen, bad = look(items)
+    seen, bad = look(args.data, items)
     if not seen:
         raise InputError(f"{args.data}: none of its {len(items)} volumes can be read: {bad[0][1]}")
     if not any("box_mm" in row for row in seen):
         raise InputError(f"{args.data}: none of the volumes that were opened can be used: {bad[0][1]}")
-    by_channels = {row["channels"]: row["id"] for row in seen}
-    if len(by_channels) > 1:
-        (one, first), (other, second), *_ = sorted(by_channels.items())
-        raise InputError(f"{args.data}: {first} has {one} channel{'s' * (one > 1)} and {second} has {other}; give all "
-                         "volumes the same ones.")
-    [args.channels] = by_channels
+    args.channels = seen[0]["channels"]
     device, out = pick_device(args.device), Path(args.out)
     make_folder(out)
     chosen = choose(seen, args, device, out)
@@ -66,9 +62,9 @@ def plan(args):
     return STOP if args.strict and bad else DONE
 
 
-def look(items):
+def look(source, items):
     """Measure the volumes: a list of dicts with size_mm (canonical), voxel_mm and, for the OPENED ones, box_mm and
-    range; and (id, reason) of unusable volumes."""
+    range; and (id, reason) of unusable volumes. source: start of an error message."""
     seen, bad = [], []
     opened = {items[int(place)]["id"] for place in np.linspace(0, len(items) - 1, min(OPENED, len(items)))}
     for item in items:
@@ -93,7 +89,15 @@ def look(items):
             bad.append((item["id"], str(error)))
     if len({row["dims"] for row in seen}) > 1:
         raise InputError(f"{items[0]['image'].parent}: 2D and 3D volumes are mixed; plan for one kind at a time.")
-    return seen, bad
+    counts = collections.Counter(row["channels"] for row in seen).most_common()
+    if len(counts) > 1 and any("channels" in item for item in items):  # grouped by their list
+        (one, first), (other, second), *_ = sorted({row["channels"]: row["id"] for row in seen}.items())
+        raise InputError(f"{source}: {first} has {one} channel{'s' * (one > 1)} and {second} has {other}; give all "
+                         "volumes the same ones.")
+    for number, _ in counts[1:]:  # such as a short time series among volumes
+        bad += [(row["id"], f"it has {number} channels, and most volumes have {counts[0][0]}.") for row in seen
+                if row["channels"] == number]
+    return [row for row in seen if row["channels"] == counts[0][0]], bad
 
 
 def axes_of(item):

@@ -380,3 +380,17 @@ def test_a_network_draws_copies_of_all_channels(data, trained, tmp_path, capsys)
     assert not np.array_equal(*fields)
     with pytest.raises(InputError, match="1 of the 2 channels that the model was trained with"):
         deformed_copy(image, affine=affine, model=model)
+
+
+@pytest.mark.parametrize("names, expected", [
+    (["a_0000", "a_0001", "b_0000", "b_0001"], ["a_0000", "b_0000"]),
+    (["a_0000", "a_0001", "b_0000"], ["a_0000", "a_0001", "b_0000"])], ids=["whole", "one lacks a channel"])
+def test_numbered_files_of_one_label_are_one_volume_where_all_cases_have_them(tmp_path, names, expected):
+    """For programs that have no data.channels. The rows of a .csv stay volumes."""
+    for name in names:
+        write_volume(tmp_path / f"imagesTr/{name}.nii", np.ones((6, 7), np.float32), np.eye(4))
+        write_volume(tmp_path / f"labelsTr/{name[0]}.nii", np.ones((6, 7), np.uint8), np.eye(4))
+    assert [item["image"].name for item in list_single(tmp_path)] == [f"{name}.nii" for name in expected]
+    rows = [f"imagesTr/{name}.nii,labelsTr/{name[0]}.nii,id {name}" for name in names]
+    (tmp_path / "list.csv").write_text("\n".join(["image,label,id", *rows]))
+    assert [item["id"] for item in list_single(tmp_path / "list.csv")] == [f"id {name}" for name in names]

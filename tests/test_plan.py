@@ -17,7 +17,7 @@ from Runtime.errors import InputError
 from Runtime.global_batch import split_step
 from Study import plan
 from Study.common import volumes_of
-from Study.plan import OPENED, grid, write_config
+from Study.plan import OPENED, grid, look, write_config
 
 
 def run(*words):
@@ -127,6 +127,16 @@ def test_label_maps_alone_are_refused_in_one_sentence(tmp_path, capsys):
     assert run("--data", tmp_path / "data", "--out", tmp_path / "plan") == 43
     line, = capsys.readouterr().err.splitlines()
     assert "none of the volumes that were opened can be used" in line and "looks like a segmentation" in line
+
+
+def test_a_short_time_series_among_volumes_is_left_out(tmp_path):
+    image = make_subject(0, (16, 16, 16))["image"]
+    for name in ("a", "b", "c"):
+        write_volume(tmp_path / f"{name}.nii.gz", image, np.eye(4))
+    nibabel.save(nibabel.Nifti1Image(np.stack([image] * 3, -1), np.eye(4)), tmp_path / "a2.nii.gz")
+    seen, bad = look(tmp_path, list_volumes(tmp_path))
+    assert [row["id"] for row in seen] == ["a", "b", "c"] and all(row["channels"] == 1 for row in seen)
+    assert bad == [("a2", "it has 3 channels, and most volumes have 1.")]
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path, capsys):
