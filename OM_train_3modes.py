@@ -624,11 +624,11 @@ def main(argv=None):
         print(f"error: {error}.", file=sys.stderr)
         return 1  # the code of a crash: whatever starts the ranks may try again
     except OSError as error:
-        if not run and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # Once a rank has a log, the watchdog's hook says it, and the log needs the exception.
+        if not run and watchdog.STATE["file"] is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
             print(f"error: {fault_of(error, 'the run')}: make room, or name another folder (run.models).",
                   file=sys.stderr)
-            if watchdog.STATE["file"] is None:  # no log of a rank needs the exception
-                return 1  # the code of a crash: a launcher tries again
+            return 1  # the code of a crash: a launcher tries again
         # A launcher tries again, and its verdict names the exception.
         if is_passing(error) or run and not (isinstance(error, PermissionError) and ranks.attempt is not None):
             raise

@@ -19,7 +19,7 @@ import yaml
 from Dataloader.datalist import MOST_CHANNELS, list_volumes
 from Dataloader.grids import air_for_filler, foreground_box, intensity_range, to_canonical
 from Dataloader.nifti import is_segmentation, open_nifti, read_channels, read_header
-from Dataloader.volume import dims_of, without_ones
+from Dataloader.volume import axes, without_ones
 from Inference.outputs import make_folder
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.config import load_config
@@ -102,10 +102,11 @@ def look(source, items):
 
 def axes_of(item):
     """The number of axes of a volume, and of its channels: of one file, those along its fourth axis."""
-    shape = without_ones(open_nifti(item["image"]).shape)
+    found = open_nifti(item["image"]).shape
+    shape = without_ones(found)
     if "channels" not in item and len(shape) == 4 and shape[3] <= MOST_CHANNELS:
         return 3, shape[3]
-    return dims_of(item["image"]), 1 + len(item.get("channels", []))
+    return axes(item["image"], found), 1 + len(item.get("channels", []))
 
 
 def choose(seen, args, device, out):
@@ -215,14 +216,14 @@ def write_plan_page(out, args, items, seen, bad, chosen, advice, steps):
              ("the training", f"{chosen['hours']} h", f"{chosen['steps']} steps")]
     rows = [[f"{key}, mm", *(n for bound in (np.min, np.max) for n in bound([row[f"{key}_mm"] for row in seen], 0))]
             for key in ("size", "voxel")]
-    axes = ["right", "front", "up"][:seen[0]["dims"]]
+    ways = ["right", "front", "up"][:seen[0]["dims"]]
     ranges = [[row["id"], *row["range"]] for row in seen if "range" in row]
     told = [("ok", "advice", advice), ("ok", "to train", "; then ".join(steps)),
             *(("doubtful", "left out", f"{name}: {reason}") for name, reason in bad)]
     sections = [("", cards_html(cards) + findings_html(told)),
-                ("Sizes", table_html(["", *(f"{bound}, {axis}" for bound in ("least", "most") for axis in axes)], rows,
+                ("Sizes", table_html(["", *(f"{bound}, {way}" for bound in ("least", "most") for way in ways)], rows,
                                      "Over all volumes, with their axes turned to right, front and up.",
-                                     [None, *[".3g"] * (2 * len(axes))])),
+                                     [None, *[".3g"] * (2 * len(ways))])),
                 ("Intensities", table_html(["volume", "percentile 0.5", "percentile 99.5"], ranges,
                                            "These are the volumes that were opened."))]
     several = f" Each volume has {args.channels} channels." if args.channels > 1 else ""
