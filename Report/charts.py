@@ -1,7 +1,8 @@
 """Charts of a page as inline SVG: no script, no library, no picture file. Colours follow the page (Report/page.css).
 
 A curve of any length is reduced to one point per pixel: the mean of the values there, over a band from the least to the
-greatest, so that a spike of one step in a hundred thousand remains visible.
+greatest, so that a spike of one step in a hundred thousand remains visible. A spike far above the rest leaves the axis,
+and the note below says how far.
 """
 import math
 from html import escape
@@ -11,6 +12,8 @@ import numpy as np
 WIDTH, HEIGHT = 360, 150
 LEFT, RIGHT, TOP, BOTTOM = 44, 6, 8, 20  # margins
 POINTS = WIDTH - LEFT - RIGHT
+GAP = POINTS // 20  # pixels without a value that break a curve
+SPIKE = 2  # heights of nearly all of a curve, beyond which the rest may leave the axis
 COLOURS = 8  # classes c0 .. c7 of page.css
 NO_VALUES = "no values yet"  # shown beside the title of an empty chart
 
@@ -32,6 +35,13 @@ def thin(x, y, points=POINTS):
     middle[0], middle[-1] = x[0], x[-1]  # the axis, and the marks on it, reach from the first value to the last
     return (middle, np.add.reduceat(y, starts) / counts,
             np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))
+
+
+def gaps(x, y):
+    """The last x before each wide stretch of a curve without a finite y, such as steps in which a mode did not run."""
+    x, known = np.asarray(x, float), np.flatnonzero(np.isfinite(x) & np.isfinite(y))
+    wide = np.diff(x[known]) * POINTS >= GAP * (x[-1] - x[0])
+    return x[known[:-1][wide & (np.diff(known) > 1)]]
 
 
 def ticks(low, high, count=4):
@@ -63,34 +73,40 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
     legend. marks: list of (x, kind, text) for vertical lines, kind "dead" or "planned". log: logarithmic y axis, which
     leaves out values that are not positive. note: plain text below. limits: list of (name, y) for horizontal lines.
     """
-    thinned, colours, last, ends = [], [], "", []
+    thinned, breaks, colours, last, ends = [], [], [], "", []
     for index, (name, x, y) in enumerate(curves):
         y = np.asarray(y, float)
         y = np.where(y > 0, y, np.nan) if log else y
         curve = thin(x, y)
         if len(curve[0]):
             thinned.append((name, *curve))
+            breaks.append(gaps(x, y))
             ends += [x[0], x[-1]]  # also where the values are not finite: a loss that became NaN ends before the axis
             colours.append(index % COLOURS)  # a curve keeps its colour where another one has no values
             last = number(y[np.isfinite(y)][-1])  # itself, since a pixel averages
     if not thinned:
         return figure(title, NO_VALUES, "", "", note)
     box = frame(thinned, ends, [y for _, y in limits], log)
+    least, greatest = min(np.min(curve[3]) for curve in thinned), max(np.max(curve[4]) for curve in thinned)
+    beyond = [number(y) for y in (least, greatest) if not box["low"] <= scaled(y, log) <= box["high"]]
+    note = "; ".join([note] * bool(note) + [f"off the axis: as far as {' and '.join(beyond)}"] * bool(beyond))
     parts = [axes(box, across)]
     parts += [f'<path class="mark {kind}" d="M{pixel} {TOP}V{HEIGHT - BOTTOM}"><title>{escape(text)}</title></path>'
               for pixel, kind, text in merge_marks(box, marks)]
     parts += [f'<path class="limit" d="M{LEFT} {y_pixel(box, y):.1f}H{WIDTH - RIGHT}">'
               f"<title>{escape(name)}</title></path>"
               for name, y in limits if box["low"] <= scaled(y, log) <= box["high"]]
-    parts += [curve_path(box, colour, *curve[1:]) for colour, curve in zip(colours, thinned)]
+    for colour, (_, *curve), ended in zip(colours, thinned, breaks):
+        at = np.searchsorted(curve[0], ended, side="right")
+        parts += [curve_path(box, colour, *piece) for piece in zip(*(np.split(values, at) for values in curve))]
     names = legend([name for name, *_ in thinned], [f"c{colour}" for colour in colours]) if len(curves) > 1 else ""
     return figure(title, last if len(thinned) == 1 else "", "".join(parts), names, note)
 
 
 def frame(curves, ends, limits, log):
     """The ranges that map values to pixels: {"first", "last": of x, "low", "high": of y, "log"}."""
-    low = min(scaled(np.min(curve[3]), log) for curve in curves)
-    high = max(scaled(np.max(curve[4]), log) for curve in curves)
+    bounds = [bounds_of(*(scaled(y, log) for y in curve[3:])) for curve in curves]
+    low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
     for limit in limits:  # a limit far from the curves must not squeeze them
         value = scaled(limit, log)
         if low - (high - low) <= value <= high + (high - low):
@@ -99,6 +115,13 @@ def frame(curves, ends, limits, log):
         high = 1.0  # such as a percentage that never leaves 0: nothing below it
     pad = 0.05 * (high - low) or (0.5 if log else 0.05 * abs(high)) or 1.0
     return {"first": min(ends), "last": max(*ends, min(ends) + 1e-9), "low": low - pad, "high": high + pad, "log": log}
+
+
+def bounds_of(least, greatest):
+    """The lowest and the highest value to show of a curve: all, unless few lie far from the others and from its end."""
+    low, high = min(np.percentile(least, 1), least[-1]), max(np.percentile(greatest, 99), greatest[-1])
+    room = SPIKE * (high - low) or math.inf
+    return max(np.min(least), low - room), min(np.max(greatest), high + room)
 
 
 def scaled(y, log):
@@ -112,8 +135,9 @@ def x_pixel(box, x):
 
 
 def y_pixel(box, y):
-    """Pixels from the top of a value of y."""
-    return TOP + (box["high"] - scaled(y, box["log"])) / (box["high"] - box["low"]) * (HEIGHT - TOP - BOTTOM)
+    """Pixels from the top of a value of y; of one off the axis, those of its end."""
+    share = (box["high"] - scaled(y, box["log"])) / (box["high"] - box["low"])
+    return TOP + np.clip(share, 0, 1) * (HEIGHT - TOP - BOTTOM)
 
 
 def axes(box, unit):

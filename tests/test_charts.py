@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from Report.charts import LEFT, POINTS, line_chart, merge_marks, number, spark, stacked_chart, thin, ticks
+from Report.charts import LEFT, POINTS, TOP, line_chart, merge_marks, number, spark, stacked_chart, thin, ticks
 from tests.test_page import NASTY, Balance
 
 
@@ -48,6 +48,24 @@ def test_a_loss_that_becomes_nan_ends_before_the_axis():
     """Else it looks as if it had fallen until the last step."""
     [line] = points(line_chart("loss", [("loss", np.arange(401), np.r_[np.linspace(1, 0, 301), np.full(100, np.nan)])]))
     assert line[0][0] == LEFT and line[-1][0] == pytest.approx(LEFT + 0.75 * POINTS, abs=2)
+
+
+def test_steps_without_a_mode_break_its_curve():
+    y = np.linspace(1, 0, 401)
+    y[[50, 52, 390]], y[100:301] = np.nan, np.nan
+    first, second = points(line_chart("loss", [("loss", np.arange(401), y)]))
+    assert first[-1][0] == pytest.approx(LEFT + 0.25 * POINTS, abs=2)
+    assert second[0][0] == pytest.approx(LEFT + 0.75 * POINTS, abs=2)
+
+
+def test_one_spike_does_not_flatten_a_curve_and_is_told():
+    y = np.cos(np.arange(5000) / 100)
+    chart = line_chart("loss", [("loss", np.arange(5000), np.r_[y[:40], 1e9, y[41:]])], note="mode 1")
+    [line] = points(chart)
+    assert "mode 1; off the axis: as far as 1G" in chart
+    assert np.ptp([height for _, height in line[5:]]) > 15 and line[2][1] == TOP
+    y[-1:] = 1e9  # what a curve ends with is no spike
+    assert "off the axis" not in line_chart("memory", [("memory", np.arange(5000), y)])
 
 
 def test_a_logarithmic_axis_leaves_out_what_has_no_logarithm():
