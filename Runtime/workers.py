@@ -10,6 +10,8 @@ import sys
 import threading
 from concurrent.futures.process import BrokenProcessPool
 
+from tqdm import tqdm
+
 from Runtime.errors import InputError, Unbreakable, keep_freed_memory, take_all_names
 
 POLL_S = 0.3
@@ -96,6 +98,7 @@ def _begin(function, begin, arguments):
     keep_freed_memory()
     take_all_names()
     sys.stdout, sys.stderr = map(Unbreakable, (sys.stdout, sys.stderr))
+    tqdm.set_lock(threading.RLock())  # instead of a semaphore, of which Python says that a killed process leaks it
     if begin:
         begin(*arguments)
 

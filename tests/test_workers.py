@@ -66,6 +66,12 @@ def sleep(folder, seconds):
         time.sleep(seconds)
 
 
+def draw_and_end(a):
+    from tqdm import tqdm
+    with tqdm(total=1, disable=True):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def warn(a):
     print("a warning", file=sys.stderr)
     return a
@@ -77,6 +83,13 @@ def test_a_log_on_a_full_disk_ends_no_task():
     with open("/dev/full", "w") as log:
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
     assert (done.returncode, done.stdout) == (0, "[7]\n")
+
+
+def test_a_worker_that_is_killed_leaves_no_warning_of_python():
+    """The lock of tqdm's bars is a semaphore: after each Ctrl-C Python said that it had leaked."""
+    program = "from tests.test_workers import *\nlist(run_tasks(draw_and_end, [(7,)], 1, 'out'))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "a worker process was killed" in done.stderr and "leaked" not in done.stderr
 
 
 def test_every_task_runs_once_in_another_process():
