@@ -38,6 +38,7 @@ load_settings() {  # read the site's file and export all its variables; NODE_COU
     [[ $flags == *u* ]] && set -u
     ulimit -c 0  # no core files in the repository
     ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
+    ulimit -f "$(ulimit -Hf)"
     choose_python "$PWD"
 }
 

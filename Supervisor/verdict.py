@@ -33,6 +33,7 @@ KINDS = {
                              "distributed package doesn't have", "unknown backend type", "unknown c10d backend type",
                              "ofi transport", "ccl worker thread"),
     "a loader worker died": ("dataloader worker", "worker process"),
+    "file too large": ("file too large",),
     "disk": ("no space left", "disk quota", "could not be written", "read-only file system", "input/output error",
              "stale file handle", "transport endpoint"),
     "weights not finite": ("not finite",),

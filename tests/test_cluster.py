@@ -201,14 +201,16 @@ def test_the_launcher_prints_the_settings_and_the_run_keeps_them(tmp_path):
 
 
 @pytest.mark.parametrize("hard", [3000, None])
-def test_the_launcher_raises_the_number_of_open_files(tmp_path, hard):
+def test_the_launcher_raises_limits_on_files(tmp_path, hard):
     """A stand-in for Python says what it is given, and that it refuses the rest."""
     python = stand_in(tmp_path / "python", """[[ $1 == -c ]] && exit  # whether it has what is needed
-        echo "open files: $(ulimit -n), core files: $(ulimit -c)"; exit 43""")
+        echo "open files: $(ulimit -n), core files: $(ulimit -c), blocks: $(ulimit -f)"; exit 43""")
     hard = hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    words = ["bash", "-c", f'ulimit -Sn 500; ulimit -Hn {hard}; exec bash "$0"', ROOT / "bash_train_multi_nodes.sh"]
+    limits = f"ulimit -Sn 500; ulimit -Hn {hard}; ulimit -Sf 50000; ulimit -Hf 90000"
+    words = ["bash", "-c", f'{limits}; exec bash "$0"', ROOT / "bash_train_multi_nodes.sh"]
     done = launching.run(words, env=launcher_environment(1, PYTHON=python), timeout=60)
-    assert f"open files: {min(hard, 65536)}, core files: 0" in done.stdout and done.returncode == 43, done.stdout
+    said = f"open files: {min(hard, 65536)}, core files: 0, blocks: 90000"
+    assert said in done.stdout and done.returncode == 43, done.stdout
 
 
 def test_an_unknown_site_is_refused_with_the_known_ones():

@@ -27,6 +27,7 @@ RECORDED = {
     "ZeroDivisionError: division by zero": "above 0",
     "Signal 11 (SIGSEGV) received by PID 4021": "stacks/",
     "OSError: [Errno 24] Too many open files": "ulimit -n 65536",
+    "OSError: [Errno 27] x.pth could not be written (File too large; 75.28 GiB free)": "ulimit -Hf",
     "ValueError: prefetch_factor option could only be specified in multiprocessing.": "data.num_workers",
     "MIOpen Error: No suitable algorithm was found to execute the required convolution": "MIOPEN_FIND_MODE",
     "RuntimeError: miopenStatusUnknownError": "MIOPEN_FIND_MODE",

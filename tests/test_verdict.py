@@ -264,6 +264,7 @@ def test_of_several_leaks_the_one_that_runs_out_first_is_the_reason(tmp_path):
     ("RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.",
      "out of step"),
     ("OSError: [Errno 24] Too many open files", "too many open files"),
+    ("OSError: [Errno 27] x.pth could not be written (File too large; 75.28 GiB free)", "file too large"),
     ("DistBackendError: Bootstrap : no socket interface found", "communication set-up"),
     ("DistBackendError: ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
      "out of device memory"),
