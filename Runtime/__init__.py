@@ -2,7 +2,7 @@
 import os
 import sys
 
-__version__ = "1.13.4"  # results of another version are made again: raise it when results change
+__version__ = "1.13.5"  # results of another version are made again: raise it when results change
 PROCESS = os.getpid()  # of the process that imported this; a forked one has another PID
 OLDEST = (3, 11)
 

@@ -131,7 +131,7 @@ def installed(tmp_path_factory):
     ours = {path.name for path in site.iterdir()} - {"here.pth", "pip", "setuptools", "pkg_resources",
                                                      "_distutils_hack", "distutils-precedence.pth"}
     assert {name for name in ours if not name.startswith(("pip-", "setuptools-"))} == {
-        "omnimorph", "omnimorph-1.13.4.dist-info"}
+        "omnimorph", "omnimorph-1.13.5.dist-info"}
     assert (site / "omnimorph/Inference/universal.md").is_file(), "the card of the weights"
     conflicts = launching.run([*pip, "check"], cwd=folder).stdout
     assert "omnimorph" not in conflicts, conflicts
